@@ -1,0 +1,38 @@
+"""unisono: data-parallel training in PyTorch where the recipe, not the machine, defines the run."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from unisono.errors import CommError, InputError, UnisonoError
+    from unisono.numerics.digest import weights_digest
+    from unisono.recipe import Recipe
+    from unisono.run import Run, init
+    from unisono.trainer import Trainer
+
+__all__ = ["CommError", "InputError", "Recipe", "Run", "Trainer", "UnisonoError", "init", "weights_digest"]
+
+_HOMES = {
+    "CommError": "errors",
+    "InputError": "errors",
+    "Recipe": "recipe",
+    "Run": "run",
+    "Trainer": "trainer",
+    "UnisonoError": "errors",
+    "init": "run",
+    "weights_digest": "numerics.digest",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Imports a public name when it is first used, so that `unisono --help` need not wait for torch."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'unisono' has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(f"unisono.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

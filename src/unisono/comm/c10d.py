@@ -1,0 +1,148 @@
+"""Collectives over a torch process group: gloo, nccl, xccl.
+
+Everything is sends and receives between pairs. Measured on gloo over loopback (2 ranks, 26 MB, medians):
+an exchange of halves takes 9.7 ms this way and 12.2 ms as `all_to_all_single`, which also cannot carry a
+different number of pieces from each rank; the gather of halves likewise 9.7 ms against 14.8 ms; an
+all-reduce, for the same bytes as both together, 22.3 ms.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from unisono.comm.api import Parts
+from unisono.errors import CommError
+
+
+class C10dPending:
+    """Point-to-point works in flight; keeps their tensors alive until they are done."""
+
+    def __init__(self, owner: C10dCollectives, what: str, works: Sequence[Any], keep: Any) -> None:
+        self._owner, self._what, self._works, self._keep = owner, what, works, keep
+
+    def wait(self) -> None:
+        with self._owner.explained(self._what):
+            for work in self._works:
+                work.wait()
+        self._works, self._keep = (), None
+
+
+class C10dCollectives:
+    """`Collectives` over the default process group.
+
+    Args:
+        store: The job's key-value store; a rank that failed leaves word in it for the others.
+        timeout_s: Longest wait for the peers in one call.
+
+    Units: `timeout_s` in seconds.
+    """
+
+    def __init__(self, store: dist.Store, timeout_s: float) -> None:
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self.timeout_s = timeout_s
+        self._store = dist.PrefixStore("unisono/comm", store)
+        self._calls = self._barriers = 0
+        self._aborted = False
+
+    def exchange_shards(self, sends: Parts, receives: Parts) -> C10dPending:
+        self._calls += 1
+        operations = []
+        for distance in range(1, self.world_size):
+            # Everyone starts with its right-hand neighbour, so that no rank is everybody's first target.
+            to, frm = (self.rank + distance) % self.world_size, (self.rank - distance) % self.world_size
+            operations += [dist.P2POp(dist.isend, part, to) for part in sends[to] if part.numel()]
+            operations += [dist.P2POp(dist.irecv, part, frm) for part in receives[frm] if part.numel()]
+        what = f"exchange_shards (call {self._calls})"
+        with self.explained(what):
+            works = dist.batch_isend_irecv(operations) if operations else []
+        return C10dPending(self, what, works, (sends, receives))
+
+    def all_gather(self, parts: Parts) -> C10dPending:
+        return self.exchange_shards([parts[self.rank]] * self.world_size, parts)
+
+    def broadcast(self, tensors: Sequence[torch.Tensor], src: int = 0) -> None:
+        self._calls += 1
+        with self.explained(f"broadcast (call {self._calls})"):
+            for work in [dist.broadcast(tensor, src, async_op=True) for tensor in tensors]:
+                work.wait()
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        self._calls += 1
+        found: list[Any] = [None] * self.world_size
+        with self.explained(f"gather_objects (call {self._calls})"):
+            dist.all_gather_object(found, value)
+        return found
+
+    def barrier(self, what: str = "barrier") -> None:
+        """Through the store, which knows who has come: a device's own barrier cannot name the missing."""
+        self._barriers += 1
+        keys = [f"barrier/{self._barriers}/{rank}" for rank in range(self.world_size)]
+        self._store.set(keys[self.rank], what)
+        deadline = time.monotonic() + self.timeout_s
+        try:
+            for key in keys:
+                self._store.wait([key], timedelta(seconds=max(0.001, deadline - time.monotonic())))
+        except RuntimeError as error:
+            with contextlib.suppress(Exception):
+                self._post(what)
+            raise CommError(f"rank {self.rank} waited {self.timeout_s:g} s in {what}{self._missing(keys)}") from error
+        if self._barriers > 1:  # everyone is here, so everyone has left the one before
+            self._store.delete_key(f"barrier/{self._barriers - 1}/{self.rank}")
+
+    def _missing(self, keys: Sequence[str]) -> str:
+        try:
+            missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
+        except Exception:
+            return "; the job's store is gone, so the job has ended"
+        return f"; missing: rank {', '.join(map(str, missing))}{self._news()}. Every rank must call it"
+
+    def abort(self) -> None:
+        if not self._aborted:
+            self._aborted = True
+            with contextlib.suppress(Exception):
+                self._post("it failed")
+            if dist.is_initialized():
+                dist.destroy_process_group()
+
+    @contextlib.contextmanager
+    def explained(self, what: str) -> Iterator[None]:
+        """Turns torch's errors into one that says which call, and what the other ranks last said."""
+        try:
+            yield
+        except (RuntimeError, ValueError) as error:
+            with contextlib.suppress(Exception):
+                self._post(what)
+            reason = str(error).splitlines()[0][:300]
+            raise CommError(f"rank {self.rank} could not finish {what}: {reason}{self._news(wait_s=2.0)}") from error
+
+    def _post(self, where: str) -> None:
+        self._store.set(f"stopped/{self.rank}", json.dumps({"where": where}))
+
+    def _news(self, wait_s: float = 0.0) -> str:
+        """Says where the other ranks stopped, and which said nothing: those are gone or hang."""
+        deadline, told, silent = time.monotonic() + wait_s, [], list(range(self.world_size))
+        silent.remove(self.rank)
+        while silent:
+            for rank in list(silent):
+                try:
+                    if not self._store.check([f"stopped/{rank}"]):
+                        continue
+                    where = json.loads(self._store.get(f"stopped/{rank}"))["where"]
+                except Exception:
+                    return "; rank 0's store is gone, so the job has ended"
+                silent.remove(rank)
+                told.append(f"rank {rank} stopped in {where}")
+            if time.monotonic() >= deadline:
+                break
+            time.sleep(0.05)
+        if silent:
+            told.append(f"no word from rank{'s' * (len(silent) > 1)} {', '.join(map(str, silent))} (gone, or hanging)")
+        return "; " + "; ".join(told) if told else ""

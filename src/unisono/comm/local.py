@@ -1,0 +1,42 @@
+"""A world of one: the same code path, nothing to send."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from unisono.comm.api import Parts
+
+
+class Done:
+    """A `Pending` with nothing left to wait for."""
+
+    def wait(self) -> None:
+        return None
+
+
+class LocalCollectives:
+    """`Collectives` for one process."""
+
+    rank = 0
+    world_size = 1
+
+    def exchange_shards(self, sends: Parts, receives: Parts) -> Done:
+        return Done()
+
+    def all_gather(self, parts: Parts) -> Done:
+        return Done()
+
+    def broadcast(self, tensors: Sequence[torch.Tensor], src: int = 0) -> None:
+        return None
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        return [value]
+
+    def barrier(self, what: str = "barrier") -> None:
+        return None
+
+    def abort(self) -> None:
+        return None

@@ -1,0 +1,62 @@
+"""Counts what crosses the seam: which verbs, in which order, how many bytes. For tests and benchmarks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from unisono.comm.api import Collectives, Parts, Pending
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a verb.
+
+    Attributes:
+        verb: Its name.
+        num_bytes: Bytes this rank sent to others.
+    """
+
+    verb: str
+    num_bytes: int = 0
+
+
+def _bytes(tensors: Sequence[torch.Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+class RecordingCollectives:
+    """Passes every call on to `inner` and keeps it in `calls`."""
+
+    def __init__(self, inner: Collectives) -> None:
+        self.inner = inner
+        self.rank, self.world_size = inner.rank, inner.world_size
+        self.calls: list[Call] = []
+
+    def exchange_shards(self, sends: Parts, receives: Parts) -> Pending:
+        sent = sum(_bytes(parts) for rank, parts in enumerate(sends) if rank != self.rank)
+        self.calls.append(Call("exchange_shards", sent))
+        return self.inner.exchange_shards(sends, receives)
+
+    def all_gather(self, parts: Parts) -> Pending:
+        self.calls.append(Call("all_gather", _bytes(parts[self.rank]) * (self.world_size - 1)))
+        return self.inner.all_gather(parts)
+
+    def broadcast(self, tensors: Sequence[torch.Tensor], src: int = 0) -> None:
+        sent = _bytes(tensors) * (self.world_size - 1) if src == self.rank else 0
+        self.calls.append(Call("broadcast", sent))
+        self.inner.broadcast(tensors, src)
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        self.calls.append(Call("gather_objects"))
+        return self.inner.gather_objects(value)
+
+    def barrier(self, what: str = "barrier") -> None:
+        self.calls.append(Call("barrier"))
+        self.inner.barrier(what)
+
+    def abort(self) -> None:
+        self.inner.abort()

@@ -1,0 +1,1 @@
+"""Which sample comes when, who computes it, and how it gets there."""

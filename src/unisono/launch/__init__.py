@@ -1,0 +1,1 @@
+"""Where a process finds its place, and how several are started."""

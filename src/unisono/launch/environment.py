@@ -1,0 +1,83 @@
+"""The only reader of environment variables: which rank am I, of how many, started by whom?"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from unisono.errors import InputError
+
+TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+JOB_VARIABLE = "UNISONO_JOB"
+
+
+@dataclass(frozen=True)
+class Place:
+    """A process's place in the job.
+
+    Attributes:
+        rank: 0 <= rank < world_size.
+        world_size: Processes of the job.
+        local_rank: Among those of this host.
+        local_world_size: Processes on this host.
+        origin: Who said so: "alone" or "torchrun" (which our own launcher also is, beneath).
+        restarts: How often the job was restarted.
+        job: What our launcher hands over: "run_dir", "error_dir", "flags".
+    """
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+    origin: str = "alone"
+    restarts: int = 0
+    job: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def run_dir(self) -> Path | None:
+        return Path(self.job["run_dir"]) if self.job.get("run_dir") else None
+
+    @property
+    def flags(self) -> Mapping[str, Any]:
+        """Values given on the command line; they win over those in code."""
+        return self.job.get("flags", {})  # type: ignore[no-any-return]
+
+
+def detect(environ: Mapping[str, str] | None = None) -> Place:
+    """Finds this process's place.
+
+    Raises:
+        InputError: the variables of a launcher are there by half, or contradict each other.
+    """
+    env = os.environ if environ is None else environ
+    job = json.loads(env.get(JOB_VARIABLE, "{}"))
+    there = [name for name in TORCHRUN_VARIABLES if env.get(name)]
+    if "RANK" not in there and "WORLD_SIZE" not in there and "LOCAL_RANK" not in there:
+        return Place(job=job)
+    if missing := [name for name in TORCHRUN_VARIABLES if name not in there]:
+        raise InputError(
+            f"the environment sets {', '.join(there)} but not {', '.join(missing)}: start with `unisono run` or "
+            f"`torchrun`, or unset {'it' if len(there) == 1 else 'them'} for a run of one process"
+        )
+    rank, world_size, local_rank = (_integer(env, name) for name in TORCHRUN_VARIABLES[:3])
+    if not 0 <= rank < world_size:
+        raise InputError(f"the environment sets RANK={rank}, which is not below WORLD_SIZE={world_size}")
+    local_world_size = _integer(env, "LOCAL_WORLD_SIZE") if env.get("LOCAL_WORLD_SIZE") else world_size
+    restarts = _integer(env, "TORCHELASTIC_RESTART_COUNT") if env.get("TORCHELASTIC_RESTART_COUNT") else 0
+    return Place(rank, world_size, local_rank, local_world_size, "torchrun", restarts, job)
+
+
+def _integer(env: Mapping[str, str], name: str) -> int:
+    try:
+        return int(env[name])
+    except ValueError:
+        raise InputError(f"the environment sets {name}={env[name]!r}, which is no integer") from None
+
+
+def usable_cores() -> int:
+    """Cores this process may run on: an affinity mask or a container's cpuset counts, the machine's total does not."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

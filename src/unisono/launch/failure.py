@@ -1,0 +1,65 @@
+"""How a rank tells the launcher why it ended: one JSON file, in the form that torch elastic also reads."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+import traceback
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from unisono.errors import CommError, InputError, UnisonoError
+
+
+@dataclass(frozen=True, order=True)
+class Failure:
+    """Why one rank ended. Sorted so that the cause comes before its consequences.
+
+    Attributes:
+        consequence: It ended because a peer did.
+        time_s: When, in seconds since the epoch.
+        rank: Which rank.
+        exit_code: 2 where the user's input is wrong, else 1.
+        message: One sentence.
+        traceback: The rank's own traceback, from the user's first frame on.
+    """
+
+    consequence: bool
+    time_s: float
+    rank: int
+    exit_code: int
+    message: str
+    traceback: str
+
+
+def describe(error: BaseException) -> str:
+    """One sentence for a person."""
+    text = str(error) or type(error).__name__
+    return text if isinstance(error, UnisonoError) else f"{type(error).__name__}: {text}"
+
+
+def write_failure(path: Path, rank: int, error: BaseException) -> None:
+    """Writes the record whole or not at all, before anything is torn down."""
+    text = "".join(traceback.format_exception(error))
+    message = describe(error)
+    record = {
+        "message": {"message": message, "extraInfo": {"py_callstack": text, "timestamp": str(int(time.time()))}},
+        "unisono": {
+            "consequence": isinstance(error, CommError),
+            "time_s": time.time(),
+            "rank": rank,
+            "exit_code": 2 if isinstance(error, InputError) else 1,
+            "message": message,
+            "traceback": text,
+        },
+    }
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(record))
+    os.replace(partial, path)
+
+
+def read_failures(paths: Iterable[Path]) -> list[Failure]:
+    """Returns the records that are there, the cause first."""
+    return sorted(Failure(**json.loads(path.read_text())["unisono"]) for path in paths if path.exists())

@@ -1,0 +1,101 @@
+"""Session: this process's device, threads and connections, opened in one place and closed in one order."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from unisono.comm.api import Collectives
+from unisono.comm.c10d import C10dCollectives
+from unisono.comm.local import LocalCollectives
+from unisono.errors import CommError
+from unisono.launch.environment import Place
+
+
+@dataclass
+class Session:
+    """What a run stands on.
+
+    Attributes:
+        place: Rank and world size.
+        device: Where models go.
+        comm: The ranks.
+        store: The job's key-value store; None alone.
+        timeout_s: Longest wait for a peer.
+    """
+
+    place: Place
+    device: torch.device
+    comm: Collectives
+    store: dist.Store | None
+    timeout_s: float
+    _owns_group: bool = False
+
+    def close(self, failed: bool = False) -> None:
+        """Ends the connections; waits for the other ranks first, unless the run failed. Idempotent.
+
+        Raises:
+            CommError: a rank did not come to the end of the run.
+        """
+        store, self.store = self.store, None
+        if store is None:
+            return
+        try:
+            if not failed:
+                # The host of the store must not leave while others still talk to it.
+                self.comm.barrier("the end of the run")
+        finally:
+            if failed:
+                self.comm.abort()
+            elif self._owns_group:
+                dist.destroy_process_group()
+
+
+def pick_device(local_rank: int) -> torch.device:
+    """Returns this rank's accelerator where the machine has some, else the CPU."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None:
+        return torch.device("cpu")
+    index = local_rank % torch.accelerator.device_count()
+    torch.accelerator.set_device_index(index)
+    return torch.device(accelerator.type, index)
+
+
+def open_session(place: Place, *, threads: int, timeout_s: float) -> Session:
+    """Joins the job.
+
+    Units: `timeout_s` in seconds.
+
+    Raises:
+        CommError: the other ranks did not come within the time-out.
+    """
+    torch.set_num_threads(threads)
+    device = pick_device(place.local_rank)
+    if device.type != "cpu":
+        # Bits that a kernel's scheduling decides are no one's recipe; a kernel without a fixed form warns.
+        torch.use_deterministic_algorithms(True, warn_only=True)
+    if place.world_size == 1 and not dist.is_initialized():
+        return Session(place, device, LocalCollectives(), None, timeout_s)
+    if dist.is_initialized():  # the user's own group; it stays theirs
+        store = dist.distributed_c10d._get_default_store()
+        return Session(place, device, C10dCollectives(store, timeout_s), store, timeout_s)
+    timeout = timedelta(seconds=timeout_s)
+    backend = dist.get_default_backend_for_device(device)
+    if device.type != "cpu":
+        backend = f"cpu:gloo,{device.type}:{backend}"
+    try:
+        store, rank, world_size = next(dist.rendezvous("env://", place.rank, place.world_size, timeout=timeout))
+        store.set_timeout(timeout)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+    except (RuntimeError, ValueError) as error:
+        with contextlib.suppress(Exception):
+            dist.destroy_process_group()
+        raise CommError(
+            f"rank {place.rank} could not meet the other {place.world_size - 1} within {timeout_s:g} s: "
+            f"{str(error).splitlines()[0]}"
+        ) from error
+    return Session(place, device, C10dCollectives(store, timeout_s), store, timeout_s, _owns_group=True)

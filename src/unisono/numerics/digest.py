@@ -1,0 +1,62 @@
+"""`weights_digest`: one hash of a model's weights that anyone can recompute from `model.safetensors`."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+from torch import nn
+
+# The names that the safetensors format gives to torch's dtypes.
+SAFETENSORS_DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.complex64: "C64",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+
+def full_state(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Returns parameters and persistent buffers by name; tied weights once, by the name registered first."""
+    seen: set[int] = set()
+    state = {}
+    for name, value in model.state_dict(keep_vars=True).items():
+        if isinstance(value, torch.Tensor) and id(value) not in seen:
+            seen.add(id(value))
+            state[name] = value.detach()
+    return state
+
+
+def tensor_bytes(tensor: torch.Tensor) -> memoryview:
+    """Returns the raw bytes of a tensor in row-major order."""
+    flat = tensor.detach().cpu().contiguous().view(-1)
+    array: np.ndarray[tuple[int, ...], np.dtype[np.uint8]] = flat.view(torch.uint8).numpy()
+    return memoryview(array)
+
+
+def weights_digest(state: Mapping[str, torch.Tensor]) -> str:
+    """Returns "sha256:" + hex over name, NUL, safetensors dtype, NUL, raw little-endian bytes, in name order.
+
+    Determinism: depends on nothing but the weights, so it is the same for every world size and strategy.
+    """
+    digest = hashlib.sha256()
+    for name in sorted(state):
+        tensor = state[name]
+        digest.update(name.encode() + b"\0" + SAFETENSORS_DTYPES[tensor.dtype].encode() + b"\0")
+        if tensor.numel():
+            digest.update(tensor_bytes(tensor))
+    return "sha256:" + digest.hexdigest()

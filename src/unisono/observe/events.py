@@ -1,0 +1,71 @@
+"""The records of a run: frozen, plain, and the same for every sink."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any, Protocol
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepRecord:
+    """One optimizer step.
+
+    Attributes:
+        step: Counted over the run, from 1: the number of updates done.
+        epoch: From 0.
+        samples: Samples seen since the run began.
+        loss: Weighted mean over the step's micro-batches, or None where nobody said.
+        lr: Of the first parameter group.
+        grad_norm: L2 norm of the whole gradient before clipping.
+        times: step_s, data_s, forward_s, backward_s, reduce_s, optimizer_s on rank 0, in seconds.
+        samples_per_s: Of the whole job.
+        values: Further logged values, averaged like the loss.
+    """
+
+    step: int
+    epoch: int
+    samples: int
+    loss: float | None
+    lr: float
+    grad_norm: float | None
+    times: dict[str, float]
+    samples_per_s: float
+    values: dict[str, float] = field(default_factory=dict)
+
+    def flat(self) -> dict[str, Any]:
+        """As one JSON object."""
+        record = asdict(self)
+        return {**{k: v for k, v in record.items() if k not in ("times", "values")}, **self.times, **self.values}
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalRecord:
+    """One evaluation.
+
+    Attributes:
+        step: Updates done before it.
+        epoch: Epochs finished before it.
+        metrics: Each total divided once by its count.
+        eval_s: Seconds.
+    """
+
+    step: int
+    epoch: int
+    metrics: dict[str, float]
+    eval_s: float
+
+    def flat(self) -> dict[str, Any]:
+        """As one JSON object."""
+        return {"event": "eval", **asdict(self)}
+
+
+class Sink(Protocol):
+    """Where records go. Called on rank 0 only, between steps; it must not block."""
+
+    def record(self, event: StepRecord | EvalRecord) -> None:
+        """Takes one record."""
+        ...
+
+    def close(self) -> None:
+        """Flushes; idempotent."""
+        ...

@@ -1,0 +1,261 @@
+"""Recipe: everything that defines a run, its digest, and how one is loaded from a file or a name."""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import importlib
+import importlib.util
+import inspect
+import json
+import sys
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from unisono.errors import InputError, nearest, require_positive_int
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.optim import Optimizer
+    from torch.optim.lr_scheduler import LRScheduler
+
+BUILT_IN = {
+    "stdlib-gpt": "a byte-level GPT on the text of Python's own standard library",
+    "digits": "a CNN with BatchNorm on scikit-learn's handwritten digits",
+}
+PRECISIONS = ("float32",)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """What is trained, on what, and how: the whole definition of a run.
+
+    How a run is executed (processes, strategy, loader workers, folders) is no part of it.
+
+    Attributes:
+        model: Builds the model, under generators seeded from `seed`.
+        loss: `loss(model, batch)` returns the micro-batch's mean loss, or (mean loss, weight) where the mean
+            is not over samples; the weight is then, say, its number of tokens.
+        optimizer: `optimizer(parameters)` builds any `torch.optim.Optimizer`.
+        train: A map-style dataset, or a function without arguments that returns one (called on rank 0 first,
+            so that only one process downloads).
+        global_batch: Samples of one step, whatever the number of processes.
+        micro_batch: Samples of one forward and backward. It bounds the processes that can share a step, and
+            is part of the run's definition. Default: the global batch.
+        epochs: Passes over `train`. Give this or `steps`; with neither, one epoch.
+        steps: Optimizer updates.
+        eval: Like `train`, for evaluation after each epoch and at the end.
+        metrics: `metrics(model, batch)` returns {name: (sum, count)}; evaluation divides the totals once.
+        schedule: `schedule(optimizer)` returns an LR scheduler; it is stepped once an optimizer step.
+        collate: Makes a micro-batch of a list of samples. Default: torch's own.
+        sample: `sample(model)` returns a text that shows what the trained model can do, printed at the end.
+        seed: Of the weights, the order, dropout and augmentation.
+        precision: "float32".
+        threads: Intra-op threads a process; part of the definition, since CPU kernels add in an order that
+            depends on it.
+        clip_norm: Largest L2 norm of the whole gradient; None leaves it alone.
+        drop_last: Leaves out the short last step of an epoch.
+
+    Raises:
+        InputError: a field has a value that cannot work.
+    """
+
+    model: Callable[[], nn.Module]
+    loss: Callable[[nn.Module, Any], Any]
+    optimizer: Callable[[Any], Optimizer]
+    train: Any
+    global_batch: int
+    micro_batch: int | None = None
+    epochs: int | None = None
+    steps: int | None = None
+    eval: Any = None
+    metrics: Callable[[nn.Module, Any], Mapping[str, tuple[Any, Any]]] | None = None
+    schedule: Callable[[Optimizer], LRScheduler] | None = None
+    collate: Callable[[list[Any]], Any] | None = None
+    sample: Callable[[nn.Module], str] | None = None
+    seed: int = 0
+    precision: str = "float32"
+    threads: int = 1
+    clip_norm: float | None = None
+    drop_last: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("model", "loss", "optimizer", "metrics", "schedule", "collate", "sample"):
+            value = getattr(self, name)
+            if not callable(value) and not (value is None and name not in ("model", "loss", "optimizer")):
+                raise InputError(f"Recipe.{name} must be a function, got {value!r}")
+        require_positive_int(self.global_batch, "Recipe.global_batch")
+        require_positive_int(self.threads, "Recipe.threads")
+        if self.micro_batch is None:
+            object.__setattr__(self, "micro_batch", self.global_batch)
+        check_micro_batch(self.global_batch, self.micro_batch, "Recipe")
+        for name in ("epochs", "steps"):
+            if getattr(self, name) is not None:
+                require_positive_int(getattr(self, name), f"Recipe.{name}")
+        if self.epochs is not None and self.steps is not None:
+            raise InputError("Recipe has both epochs and steps: give the one that should end the run")
+        if isinstance(self.seed, bool) or not isinstance(self.seed, int):
+            raise InputError(f"Recipe.seed must be an integer, got {self.seed!r}")
+        if self.precision not in PRECISIONS:
+            raise InputError(f"Recipe.precision must be one of {', '.join(PRECISIONS)}, got {self.precision!r}")
+        if self.clip_norm is not None and not self.clip_norm > 0:
+            raise InputError(f"Recipe.clip_norm must be a positive number or None, got {self.clip_norm!r}")
+        if self.train is None:
+            raise InputError("Recipe.train must be a dataset, or a function that returns one, got None")
+
+    @property
+    def full_num_micro(self) -> int:
+        """Micro-batches of a full step: the most processes that can share one."""
+        return -(-self.global_batch // (self.micro_batch or self.global_batch))
+
+    def settings(self) -> dict[str, Any]:
+        """Returns the plain values that define the run (not the functions)."""
+        plain = {f.name: getattr(self, f.name) for f in fields(self)}
+        return {name: value for name, value in plain.items() if value is None or isinstance(value, int | float | str)}
+
+
+def check_micro_batch(global_batch: int, micro_batch: object, where: str) -> int:
+    """Returns `micro_batch` if it is a positive int no larger than `global_batch`.
+
+    Raises:
+        InputError: it is not.
+    """
+    micro = require_positive_int(micro_batch, f"{where}.micro_batch" if where else "micro_batch")
+    if micro > global_batch:
+        raise InputError(f"micro_batch {micro} is larger than global_batch {global_batch}: make it at most as large")
+    return micro
+
+
+@dataclass(frozen=True)
+class LoadedRecipe:
+    """A recipe with where it came from.
+
+    Attributes:
+        recipe: The recipe itself.
+        name: A built-in's name, or the file's stem.
+        source: A built-in's name, or the file's path.
+        options: Every keyword of its function with the value used.
+        origins: Where each value came from: "default", "--set", "--steps".
+        code_sha256: Of the file's text. Recorded, but no part of the digest: a comment may change.
+    """
+
+    recipe: Recipe
+    name: str
+    source: str
+    options: dict[str, Any] = field(default_factory=dict)
+    origins: dict[str, str] = field(default_factory=dict)
+    code_sha256: str = ""
+
+    @property
+    def digest(self) -> str:
+        """"sha256:" + hex over the name, options and settings."""
+        text = json.dumps([self.name, self.options, self.recipe.settings()], sort_keys=True, default=repr)
+        return "sha256:" + hashlib.sha256(text.encode()).hexdigest()
+
+    def with_steps(self, steps: int) -> LoadedRecipe:
+        """Returns the same recipe ended after `steps` optimizer updates."""
+        recipe = replace(self.recipe, steps=require_positive_int(steps, "--steps"), epochs=None)
+        return replace(self, recipe=recipe, origins={**self.origins, "steps": "--steps"})
+
+
+def load_recipe(source: str, settings: Mapping[str, str] | None = None) -> LoadedRecipe:
+    """Loads a built-in recipe by name, or a Python file with `recipe(**options) -> Recipe`.
+
+    Args:
+        source: A name of `BUILT_IN`, or a path.
+        settings: Options as text (`--set key=value`), read by the type of the keyword's default.
+
+    Raises:
+        InputError: there is no such recipe or option, or the recipe's own code raised.
+    """
+    name, path, module = _import(source)
+    function = getattr(module, "recipe", None)
+    if not callable(function):
+        raise InputError(f"{path} has no function `recipe`: define `def recipe(**options) -> unisono.Recipe`")
+    options = _defaults(function)
+    accepts_any = any(p.kind is p.VAR_KEYWORD for p in inspect.signature(function).parameters.values())
+    chosen = {}
+    for key, text in (settings or {}).items():
+        if key not in options and not accepts_any:
+            known = f"; it has: {', '.join(options)}" if options else "; it has none"
+            raise InputError(f"{name} has no option '{key}'{nearest(key, options) or known}")
+        chosen[key] = _parse(text, options.get(key), key)
+    origins = {key: "--set" if key in chosen else "default" for key in {**options, **chosen}}
+    try:
+        recipe = function(**chosen)
+    except InputError:
+        raise
+    except Exception as error:
+        raise InputError(f"{path}: recipe() raised {_describe(error, path)}") from error
+    if not isinstance(recipe, Recipe):
+        raise InputError(f"{path}: recipe() returned {type(recipe).__name__}, not a unisono.Recipe")
+    code = hashlib.sha256(Path(path).read_bytes()).hexdigest()
+    return LoadedRecipe(recipe, name, source, {**options, **chosen}, origins, code)
+
+
+def _import(source: str) -> tuple[str, str, ModuleType]:
+    if source in BUILT_IN:
+        module = importlib.import_module("unisono.recipes." + source.replace("-", "_"))
+        return source, str(module.__file__), module
+    path = Path(source)
+    if not path.is_file():
+        if path.suffix == ".py" or path.exists() or "/" in source:
+            raise InputError(f"recipe file {source} does not exist" if not path.exists() else f"{source} is no file")
+        raise InputError(
+            f"there is no recipe '{source}'{nearest(source, BUILT_IN)}: give a Python file, or {' or '.join(BUILT_IN)}"
+        )
+    name = path.stem
+    module_name = f"unisono_recipe_{name}"
+    spec = importlib.util.spec_from_file_location(module_name, path)
+    if spec is None or spec.loader is None:
+        raise InputError(f"{source} is not a Python file: its name must end in .py")
+    module = importlib.util.module_from_spec(spec)
+    # As `python file.py` would have it: the file's neighbours can be imported, its classes pickled.
+    sys.modules[module_name] = module
+    sys.path.insert(0, str(path.resolve().parent))
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise InputError(f"{source} cannot be loaded: {_describe(error, source)}") from error
+    return name, str(path), module
+
+
+def _defaults(function: Callable[..., Any]) -> dict[str, Any]:
+    parameters = inspect.signature(function).parameters.values()
+    return {
+        p.name: None if p.default is p.empty else p.default
+        for p in parameters
+        if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
+    }
+
+
+def _parse(text: str, default: Any, key: str) -> Any:
+    if isinstance(default, str):
+        return text
+    try:
+        value = ast.literal_eval({"true": "True", "false": "False", "none": "None"}.get(text.lower(), text))
+    except (ValueError, SyntaxError):
+        value = text
+    if isinstance(default, float) and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if default is not None and type(value) is not type(default):
+        raise InputError(f"--set {key}={text}: {key} takes {_article(type(default).__name__)}, such as {default!r}")
+    return value
+
+
+def _article(noun: str) -> str:
+    return f"an {noun}" if noun[0] in "aeiou" else f"a {noun}"
+
+
+def _describe(error: BaseException, path: str) -> str:
+    """Says what was raised, and at which line of the user's file."""
+    lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if Path(f.filename) == Path(path).resolve()]
+    lines = lines or [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == str(path)]
+    if isinstance(error, SyntaxError):
+        lines = [error.lineno]
+    at = f" (line {lines[-1]})" if lines and lines[-1] else ""
+    return f"{type(error).__name__}: {error}{at}; --debug shows the traceback"

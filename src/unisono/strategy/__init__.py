@@ -1,0 +1,1 @@
+"""How memory and work are split over ranks: each strategy gives the same bits."""

@@ -1,0 +1,80 @@
+"""The seam `Strategy`: what happens to the gradients of one optimizer between backward and the next forward."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from unisono.comm.api import Collectives
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """What all ranks know of a step before it is exchanged.
+
+    Attributes:
+        num_micro: Leaves of the tree.
+        blocks: The leaves of each rank.
+    """
+
+    num_micro: int
+    blocks: tuple[range, ...]
+
+
+class Strategy(ABC):
+    """How the parameters of one optimizer are reduced and updated.
+
+    One instance an optimizer, so that a GAN's two have a life of their own. The life of a step:
+    `begin_step`, `add_micro_batch` once a micro-batch, `launch` (starts to send), `complete` (the optimizer may
+    run). Abstract or final: what all strategies share is the order of these calls, not code.
+
+    Args:
+        comm: The ranks.
+        optimizer: The user's own object; its parameters are what is trained.
+        names: Names of parameters by id, for messages.
+    """
+
+    name: ClassVar[str]
+
+    def __init__(self, comm: Collectives, optimizer: torch.optim.Optimizer, names: dict[int, str]) -> None:
+        self.comm, self.optimizer, self.names = comm, optimizer, names
+
+    @abstractmethod
+    def begin_step(self, plan: StepPlan) -> None:
+        """Forgets the last step's gradients."""
+
+    @abstractmethod
+    def add_micro_batch(self, leaf: int, scale: float) -> None:
+        """Takes the gradients of one micro-batch out of the parameters."""
+
+    @abstractmethod
+    def launch(self, plan: StepPlan) -> None:
+        """Collective: starts the exchange, once this rank's last micro-batch is in."""
+
+    @abstractmethod
+    def complete(self, total: float, present: Sequence[bool], clip_norm: float | None) -> torch.Tensor:
+        """Collective: waits for the sum, divides it by `total`, clips it, and gives it to the optimizer.
+
+        Args:
+            total: Sum of the scales of the step's micro-batches.
+            present: For each parameter, whether any micro-batch had a gradient for it.
+            clip_norm: Largest norm, or None.
+
+        Returns:
+            The norm of the whole gradient before clipping, a float64 scalar on the parameters' device.
+        """
+
+    @abstractmethod
+    def presence(self) -> list[bool]:
+        """For each parameter, whether a micro-batch of this rank had a gradient for it in this step."""
+
+    @abstractmethod
+    def parameter_names(self) -> list[str]:
+        """In the order of `presence`."""
+
+
+StrategyFactory = Callable[[Collectives, torch.optim.Optimizer, dict[int, str]], Strategy]

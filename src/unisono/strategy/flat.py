@@ -1,0 +1,131 @@
+"""FlatGroup: parameters of one dtype and device, their flat gradient vectors and the tree that adds them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from unisono.errors import InputError
+from unisono.numerics.layout import FlatLayout, Segment
+from unisono.numerics.tree import TreeAccumulator
+
+# Below this, all ranks send each other whole gradients and each adds them all up: one exchange instead of
+# two. At W = 2 both ways move the same bytes.
+ONE_SHOT_BYTES = 256 * 1024
+# From benchmarks/step.py on loopback gloo: see docs/design/0002-reduction.md.
+BUCKET_BYTES = 8 * 1024 * 1024
+
+
+@dataclass(frozen=True)
+class FlatBuffer:
+    """One flat vector with a view a parameter.
+
+    Attributes:
+        flat: Shape (layout.total,).
+        views: In the parameters' own shapes and memory formats, without the padding.
+    """
+
+    flat: torch.Tensor
+    views: tuple[torch.Tensor, ...]
+
+
+class FlatGroup:
+    """The gradients of one step of parameters that share dtype and device.
+
+    Lifetime: `begin` -> `add` once a micro-batch -> `items` and `inbox` during the exchange -> `recycle`.
+
+    Args:
+        named: Parameters by name, in the order in which backward reaches them.
+        bucket_bytes: The unit of one exchange; the bits do not depend on it.
+    """
+
+    def __init__(self, named: Sequence[tuple[str, torch.Tensor]], bucket_bytes: int = BUCKET_BYTES) -> None:
+        self.params = [param for _, param in named]
+        first = self.params[0]
+        itemsize = first.element_size()
+        self.layout = FlatLayout.of([(name, param.numel()) for name, param in named], itemsize)
+        self.buckets = self.layout.buckets(max(1, bucket_bytes // itemsize))
+        self.num_bytes = self.layout.total * itemsize
+        self.dtype, self.device = first.dtype, first.device
+        self.present = [False] * len(self.params)
+        self.tree: TreeAccumulator[FlatBuffer] = TreeAccumulator(1, self._merge)
+        self._pool: list[FlatBuffer] = []
+        self._inboxes: list[torch.Tensor] = []
+
+    def begin(self, num_leaves: int) -> None:
+        """Starts the tree of a step."""
+        self.tree = TreeAccumulator(num_leaves, self._merge)
+        self.present = [False] * len(self.params)
+
+    def add(self, leaf: int, scale: float) -> None:
+        """Takes the gradients of micro-batch `leaf` out of the parameters and adds them, times `scale`.
+
+        Raises:
+            InputError: a gradient is sparse.
+        """
+        grads = [param.grad for param in self.params]
+        neighbour = self.tree.sibling_of(leaf) if scale == 1.0 else None
+        target = neighbour or self.buffer()
+        there_views, there_grads = [], []
+        for position, (grad, view) in enumerate(zip(grads, target.views, strict=True)):
+            if grad is None:
+                # Added, not skipped: -0.0 + 0.0 is 0.0 wherever this leaf happens to be computed.
+                view.add_(0.0) if neighbour else view.zero_()
+                continue
+            if grad.layout is not torch.strided:
+                name = self.layout.segments[position].name
+                raise InputError(f"the gradient of {name} is sparse, which is not supported: use sparse=False")
+            self.present[position] = True
+            there_views.append(view)
+            there_grads.append(grad)
+        if there_grads and neighbour:
+            torch._foreach_add_(there_views, there_grads)
+        elif there_grads:
+            torch._foreach_copy_(there_views, there_grads)
+        if scale != 1.0:
+            target.flat.mul_(scale)
+        for param in self.params:
+            param.grad = None
+        self.tree.add(leaf, target)  # where it is the neighbour's own buffer, the merge finds nothing left to do
+
+    def _merge(self, left: FlatBuffer, right: FlatBuffer) -> FlatBuffer:
+        if left is not right:
+            left.flat.add_(right.flat)
+            self._pool.append(right)
+        return left
+
+    def buffer(self) -> FlatBuffer:
+        """Returns a flat vector whose views hold garbage and whose padding is zero."""
+        if self._pool:
+            return self._pool.pop()
+        flat = torch.zeros(self.layout.total, dtype=self.dtype, device=self.device)
+        pairs = zip(self.layout.segments, self.params, strict=True)
+        return FlatBuffer(flat, tuple(_view(flat, segment, param) for segment, param in pairs))
+
+    def recycle(self, used: FlatBuffer | None = None) -> None:
+        """Gives back a buffer, or all that the tree still holds."""
+        if used is not None:
+            self._pool.append(used)
+            return
+        self._pool += [buffer for _, buffer in self.tree.items()]
+        self.tree = TreeAccumulator(1, self._merge)
+
+    def inbox(self, slot: int, numel: int) -> torch.Tensor:
+        """Returns memory to receive `numel` elements in, kept from step to step."""
+        while len(self._inboxes) <= slot:
+            self._inboxes.append(torch.empty(0, dtype=self.dtype, device=self.device))
+        if self._inboxes[slot].numel() < numel:
+            self._inboxes[slot] = torch.empty(numel, dtype=self.dtype, device=self.device)
+        return self._inboxes[slot][:numel]
+
+
+def _view(flat: torch.Tensor, segment: Segment, param: torch.Tensor) -> torch.Tensor:
+    """A view in the parameter's own strides where they are dense, so that copies stay linear."""
+    formats = [torch.contiguous_format]
+    if param.dim() in (4, 5):
+        formats.append(torch.channels_last if param.dim() == 4 else torch.channels_last_3d)
+    if any(param.is_contiguous(memory_format=memory_format) for memory_format in formats):
+        return flat.as_strided(param.shape, param.stride(), segment.offset)
+    return flat[segment.offset : segment.offset + segment.numel].view(param.shape)

@@ -1,0 +1,98 @@
+"""Logged values: collected a micro-batch at a time, averaged over the step, without waiting for the device."""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from unisono.errors import InputError
+from unisono.strategy.extras import MAX_VALUES, RankStep
+
+
+class StepValues:
+    """What this rank logged in one step.
+
+    Args:
+        device: On a CPU values are read at once. On an accelerator they are copied to pinned memory behind the
+            work in the stream, and read when the next step ends.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._micros: list[dict[str, Any]] = []
+        self._copy: tuple[torch.Tensor, torch.Event] | None = None
+
+    def begin_micro_batch(self) -> None:
+        """Starts the next micro-batch of this rank's block."""
+        self._micros.append({})
+
+    def log(self, values: dict[str, Any]) -> None:
+        """Notes values of the present micro-batch; a later one of the same name replaces it."""
+        if self._micros:
+            self._micros[-1].update(values)
+            if len(self._micros[-1]) > MAX_VALUES:
+                raise InputError(f"more than {MAX_VALUES} values were logged in one step: {sorted(self._micros[-1])}")
+
+    @property
+    def names(self) -> list[str]:
+        return sorted({name for micro in self._micros for name in micro})
+
+    @property
+    def names_hash(self) -> int:
+        return zlib.crc32("\0".join(self.names).encode())
+
+    def start_copy(self) -> None:
+        """On an accelerator, starts to bring the values to the host."""
+        flat = [micro.get(name, math.nan) for micro in self._micros for name in self.names]
+        if self._device.type == "cpu" or not flat:
+            return
+        there = [torch.as_tensor(value, dtype=torch.float32).detach().to(self._device) for value in flat]
+        stacked = torch.stack([value.reshape(()) for value in there])
+        host = torch.empty(len(flat), dtype=torch.float32, pin_memory=True)
+        host.copy_(stacked, non_blocking=True)
+        done = torch.Event(self._device)
+        done.record()
+        self._copy = (host, done)
+
+    def read(self) -> list[list[float]]:
+        """Returns a row a micro-batch, in the order of `names`."""
+        names = self.names
+        if self._copy is not None:
+            host, done = self._copy
+            done.synchronize()
+            return host.view(len(self._micros), len(names)).tolist() if names else []
+        return [[_number(micro.get(name, math.nan), name) for name in names] for micro in self._micros]
+
+
+def _number(value: Any, name: str) -> float:
+    try:
+        return float(value.detach()) if isinstance(value, torch.Tensor) else float(value)
+    except (TypeError, ValueError, RuntimeError):
+        raise InputError(f"the logged value {name} is no single number: {type(value).__name__}") from None
+
+
+def average(names: Sequence[str], ranks: Sequence[RankStep], counts: Sequence[int]) -> dict[str, float]:
+    """Returns the weighted mean of every value over the micro-batches of a step.
+
+    `math.fsum` adds exactly, so the result does not depend on who computed which micro-batch.
+
+    Args:
+        names: In the order of the rows.
+        ranks: Every rank's rows and scales.
+        counts: Micro-batches of each rank.
+    """
+    found = {}
+    for column, name in enumerate(names):
+        pairs = [
+            (scale, row[column])
+            for rank, count in zip(ranks, counts, strict=True)
+            for scale, row in zip(rank.scales[0][:count] if rank.scales else (), rank.values[:count], strict=False)
+            if scale > 0 and not math.isnan(row[column])
+        ]
+        weight = math.fsum(scale for scale, _ in pairs)
+        found[name] = math.fsum(scale * value for scale, value in pairs) / weight if weight else math.nan
+    return found
