@@ -152,7 +152,7 @@ class LoadedRecipe:
 
     @property
     def digest(self) -> str:
-        """"sha256:" + hex over the name, options and settings."""
+        """A SHA-256, as "sha256:" + hex, over the name, options and settings."""
         text = json.dumps([self.name, self.options, self.recipe.settings()], sort_keys=True, default=repr)
         return "sha256:" + hashlib.sha256(text.encode()).hexdigest()
 

@@ -195,6 +195,8 @@ def test_only_whole_windows_count(num_bytes: int, count: int) -> None:
 def test_windows_can_be_limited() -> None:
     assert len(stdlib_gpt.Windows(np.zeros(100, np.uint8), 4, limit=7)) == 7
     assert len(stdlib_gpt.Windows(np.zeros(9, np.uint8), 4, limit=7)) == 2
+    spread = stdlib_gpt.Windows(np.arange(200, dtype=np.uint8), 4, limit=5)
+    assert [int(spread[i][0]) for i in range(len(spread))] == [0, 36, 72, 108, 144]
 
 
 def test_a_window_past_the_end_is_an_index_error() -> None:

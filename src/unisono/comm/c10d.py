@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from unisono.comm.api import Parts
 from unisono.errors import CommError
@@ -45,10 +46,10 @@ class C10dCollectives:
     Units: `timeout_s` in seconds.
     """
 
-    def __init__(self, store: dist.Store, timeout_s: float) -> None:
+    def __init__(self, store: Store, timeout_s: float) -> None:
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.timeout_s = timeout_s
-        self._store = dist.PrefixStore("unisono/comm", store)
+        self._store = PrefixStore("unisono/comm", store)
         self._calls = self._barriers = 0
         self._aborted = False
 

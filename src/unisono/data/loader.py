@@ -141,7 +141,7 @@ class MicroBatchLoader:
             extra = {k: v for k, v in extra.items() if k not in ("multiprocessing_context", "persistent_workers")}
         self._loader: DataLoader[Any] = DataLoader(
             seeded(dataset, seed),  # type: ignore[arg-type]
-            batch_sampler=_Keys(self),  # type: ignore[arg-type]
+            batch_sampler=_Keys(self),
             collate_fn=NamedCollate(options.collate),
             num_workers=options.num_workers,
             **extra,

@@ -7,13 +7,13 @@ import socket
 from collections.abc import Iterator
 from datetime import timedelta
 
-import torch.distributed as dist
+from torch.distributed import Store  # type: ignore[attr-defined]
 
 from unisono.errors import CommError
 
 
 @contextlib.contextmanager
-def leader_first(store: dist.Store | None, *, rank: int, leads: bool, key: str, timeout_s: float) -> Iterator[None]:
+def leader_first(store: Store | None, *, rank: int, leads: bool, key: str, timeout_s: float) -> Iterator[None]:
     """Runs the body on the leader first, then on the others, which find what it left.
 
     Args:

@@ -69,7 +69,8 @@ class _ErrorFiles(LogsSpecs):
         return {rank: str(self.folder / f"rank-{rank}.error.json") for rank in range(nproc)}
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        return LogsDest(error_files=self.paths(len(envs)))
+        nowhere = dict.fromkeys(envs, "")
+        return LogsDest(nowhere, nowhere, nowhere, nowhere, self.paths(len(envs)))
 
     @property
     def root_log_dir(self) -> str:
@@ -106,7 +107,7 @@ def launch(job: Job) -> None:
             max_restarts=job.max_restarts,
             monitor_interval=0.1,
             logs_specs=errors,
-            shutdown_timeout=10,
+            shutdown_timeout=30,
         )
         try:
             elastic_launch(config, job.command[0])(*job.command[1:])

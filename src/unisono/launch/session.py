@@ -8,6 +8,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed import Store, rendezvous  # type: ignore[attr-defined]
 
 from unisono.comm.api import Collectives
 from unisono.comm.c10d import C10dCollectives
@@ -31,7 +32,7 @@ class Session:
     place: Place
     device: torch.device
     comm: Collectives
-    store: dist.Store | None
+    store: Store | None
     timeout_s: float
     _owns_group: bool = False
 
@@ -88,7 +89,7 @@ def open_session(place: Place, *, threads: int, timeout_s: float) -> Session:
     if device.type != "cpu":
         backend = f"cpu:gloo,{device.type}:{backend}"
     try:
-        store, rank, world_size = next(dist.rendezvous("env://", place.rank, place.world_size, timeout=timeout))
+        store, rank, world_size = next(rendezvous("env://", place.rank, place.world_size, timeout=timeout))
         store.set_timeout(timeout)
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
     except (RuntimeError, ValueError) as error:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -44,8 +43,7 @@ def full_state(model: nn.Module) -> dict[str, torch.Tensor]:
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:
     """Returns the raw bytes of a tensor in row-major order."""
     flat = tensor.detach().cpu().contiguous().view(-1)
-    array: np.ndarray[tuple[int, ...], np.dtype[np.uint8]] = flat.view(torch.uint8).numpy()
-    return memoryview(array)
+    return flat.view(torch.uint8).numpy().data
 
 
 def weights_digest(state: Mapping[str, torch.Tensor]) -> str:

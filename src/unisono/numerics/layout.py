@@ -14,6 +14,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 
 ALIGN_BYTES = 64
 BLOCK_ELEMENTS = 16_384
@@ -98,7 +99,7 @@ class FlatLayout:
                 position += 1
             bounds.append(blocks[position].start if position < len(blocks) else bucket.stop)
         bounds.append(bucket.stop)
-        return [range(start, stop) for start, stop in zip(bounds, bounds[1:], strict=False)]
+        return [range(start, stop) for start, stop in pairwise(bounds)]
 
     @cached_property
     def _block_starts(self) -> list[int]:

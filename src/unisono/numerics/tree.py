@@ -18,7 +18,7 @@ class Node(NamedTuple):
     """A place in the tree: `level` 0 are the leaves."""
 
     level: int
-    index: int
+    number: int
 
 
 def _promote(node: Node, num_leaves: int) -> Node:
@@ -76,19 +76,19 @@ class TreeAccumulator(Generic[T]):
         Raises:
             ValueError: the node lies outside of the tree, or was added before.
         """
-        if node.index < 0 or node.index << node.level >= self.num_leaves:
+        if node.number < 0 or node.number << node.level >= self.num_leaves:
             raise ValueError(f"{node} lies outside of a tree of {self.num_leaves} leaves")
         while True:
             node = _promote(node, self.num_leaves)
             if node in self._nodes:
                 raise ValueError(f"{node} was added twice")
-            sibling = Node(node.level, node.index ^ 1)
+            sibling = Node(node.level, node.number ^ 1)
             if node == _root(self.num_leaves) or sibling not in self._nodes:
                 self._nodes[node] = value
                 return
             other = self._nodes.pop(sibling)
-            value = self._merge(other, value) if node.index % 2 else self._merge(value, other)
-            node = Node(node.level + 1, node.index // 2)
+            value = self._merge(other, value) if node.number % 2 else self._merge(value, other)
+            node = Node(node.level + 1, node.number // 2)
 
     def sibling_of(self, leaf: int) -> T | None:
         """Returns the pending left neighbour that `leaf` would be added to at once, if there is one."""
@@ -96,7 +96,7 @@ class TreeAccumulator(Generic[T]):
 
     def items(self) -> Iterator[tuple[Node, T]]:
         """Yields the nodes that have not merged yet, in leaf order."""
-        yield from sorted(self._nodes.items(), key=lambda item: item[0].index << item[0].level)
+        yield from sorted(self._nodes.items(), key=lambda item: item[0].number << item[0].level)
 
     def result(self) -> T:
         """Returns the sum of all leaves.

@@ -46,7 +46,6 @@ class PhaseTimer:
             self._mark = mark
         self.phase, self._since = phase, now
 
-
     def take(self) -> Callable[[], dict[str, float]]:
         """Ends a step; the function it returns gives {"step_s", "data_s", ...}.
 

@@ -29,14 +29,14 @@ EVAL_WINDOWS = 256
 def recipe(
     *,
     width: int = 128,
-    depth: int = 4,
+    depth: int = 3,
     heads: int = 4,
-    context: int = 128,
+    context: int = 64,
     dropout: float = 0.1,
     lr: float = 3e-3,
     warmup: int = 20,
     weight_decay: float = 0.1,
-    steps: int = 300,
+    steps: int = 750,
     global_batch: int = 32,
     micro_batch: int = 4,
     seed: int = 0,
@@ -103,13 +103,8 @@ class GPT(nn.Module):
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, VOCABULARY, bias=False)
         self.head.weight = self.bytes.weight
-        for name, parameter in self.named_parameters():
-            if parameter.dim() == 2:
-                # The two outputs of each block add up along the depth: GPT-2's smaller start for them.
-                residual = name.endswith(("attention_out.weight", "mlp_out.weight"))
-                nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * depth) if residual else 0.02)
-            elif name.endswith("bias"):
-                nn.init.zeros_(parameter)
+        for table in (self.bytes, self.positions):  # the head has the same weight: start near even odds
+            nn.init.normal_(table.weight, std=0.02)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Returns (batch, length, 256) logits of (batch, length) bytes; length is at most `context`."""
@@ -159,10 +154,14 @@ def lr_factor(step: int, *, warmup: int, steps: int) -> float:
 
 
 class Windows(Dataset[Tensor]):
-    """Windows of `context` bytes and the one after, side by side: each byte is predicted once."""
+    """Windows of `context` bytes and the one after, side by side: each byte is predicted once.
+
+    With `limit`, at most so many of them, evenly spread over the text.
+    """
 
     def __init__(self, text: NDArray[np.uint8], context: int, limit: int | None = None) -> None:
-        self.windows = np.lib.stride_tricks.sliding_window_view(text, context + 1)[::context][:limit]  # no copy
+        windows = np.lib.stride_tricks.sliding_window_view(text, context + 1)[::context]  # a view, not a copy
+        self.windows = windows if limit is None else windows[:: max(1, len(windows) // limit)][:limit]
 
     def __len__(self) -> int:
         return len(self.windows)
@@ -178,7 +177,7 @@ def train_windows(context: int) -> Windows:
 
 
 def eval_windows(context: int) -> Windows:
-    """Returns a part of the end of the text: files that training never sees."""
+    """Returns a sample of the end of the text, which training never sees."""
     text = standard_library()
     return Windows(text[-int(EVAL_FRACTION * len(text)) :], context, EVAL_WINDOWS)
 

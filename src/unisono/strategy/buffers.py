@@ -126,10 +126,11 @@ class ModelBuffers:
         own = [value for _, value in self._tree.items()] if self._tree else []
         numel, device = sum(b.start.numel() for b in self._active), self._active[0].start.device
         rank = self.comm.rank
-        self._inbox = [
-            [] if peer == rank else [torch.empty(numel, dtype=torch.float64, device=device) for _ in roots(block, plan.num_micro)]
-            for peer, block in enumerate(plan.blocks)
-        ]
+        self._inbox = [[] for _ in plan.blocks]
+        for peer, block in enumerate(plan.blocks):
+            if peer != rank:
+                nodes = roots(block, plan.num_micro)
+                self._inbox[peer] = [torch.empty(numel, dtype=torch.float64, device=device) for _ in nodes]
         self._pending = self.comm.exchange_shards([own] * self.comm.world_size, self._inbox)
 
     def complete(self, plan: StepPlan, quiet_changed: bool) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -54,7 +55,8 @@ class ExtrasExchange:
     def __init__(self, comm: Collectives, max_block: int, unit_sizes: Sequence[int]) -> None:
         self.comm = comm
         num_units = max(1, len(unit_sizes))
-        layout = [("header", _HEADER), ("scales", "<f8", (num_units, max_block)), ("values", "<f8", (max_block, MAX_VALUES))]
+        layout: list[tuple[Any, ...]] = [("header", _HEADER)]
+        layout += [("scales", "<f8", (num_units, max_block)), ("values", "<f8", (max_block, MAX_VALUES))]
         layout += [(f"present{k}", "u1", (-(-size // 8),)) for k, size in enumerate(unit_sizes) if size]
         self._dtype = np.dtype(layout)
         self._unit_sizes = list(unit_sizes)

@@ -1,0 +1,55 @@
+"""What both doors share: how many processes, in which folder, and what is said when they fail."""
+
+from __future__ import annotations
+
+import sys
+from datetime import datetime
+from pathlib import Path
+
+import torch
+
+from unisono.errors import InputError
+from unisono.launch.elastic import Job, RanksFailed, launch
+from unisono.launch.environment import usable_cores
+
+
+def devices() -> int:
+    """Accelerators of this host, or its usable cores where there are none."""
+    return torch.accelerator.device_count() if torch.accelerator.is_available() else usable_cores()
+
+
+def make_run_dir(given: str | None, name: str) -> Path:
+    """Makes a new run folder: the one given, or one named for the recipe and the time.
+
+    Raises:
+        InputError: there is one of that name, or it cannot be made.
+    """
+    stem = Path(given) if given else Path("runs") / f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
+    for number in range(1, 100):
+        folder = stem if number == 1 else stem.with_name(f"{stem.name}-{number}")
+        try:
+            folder.mkdir(parents=True)
+        except FileExistsError:
+            if given:
+                raise InputError(f"run folder {folder} exists: choose another, or move it away") from None
+        except OSError as error:
+            raise InputError(f"run folder {folder} cannot be made: {error.strerror}") from None
+        else:
+            return folder
+    raise InputError(f"no free run folder beside {stem}: give one with --run-dir")
+
+
+def launch_ranks(job: Job, debug: bool) -> None:
+    """Launches, and shows the first failing rank's own traceback before the error goes on.
+
+    Raises:
+        RanksFailed: a rank failed.
+        Signalled: SIGINT or SIGTERM came.
+    """
+    try:
+        launch(job)
+    except RanksFailed as error:
+        first = error.failures[0]
+        if first.traceback and (debug or first.exit_code != InputError.exit_code):
+            print(f"\nrank {first.rank} failed first:\n{first.traceback.rstrip()}\n", file=sys.stderr)
+        raise

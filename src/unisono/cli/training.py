@@ -1,0 +1,84 @@
+"""What `unisono train` does: check, make the run folder, start the ranks, show the outcome."""
+
+from __future__ import annotations
+
+import contextlib
+import platform
+import sys
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from unisono.cli.report import show_summary
+from unisono.cli.start import devices, launch_ranks, make_run_dir
+from unisono.cli.worker import RecipeJob, train_recipe
+from unisono.errors import InputError, Interrupted, nearest
+from unisono.launch.elastic import Job, Signalled
+from unisono.launch.environment import Place, usable_cores
+from unisono.observe.jsonl import write_json
+from unisono.prepare import STRATEGIES, check_world_size
+from unisono.recipe import LoadedRecipe
+
+
+def start(job: RecipeJob, *, nproc: int | None, run_dir: str | None, as_json: bool, debug: bool) -> None:
+    """Trains a recipe on `nproc` processes of this host.
+
+    Raises:
+        InputError: the recipe or an option cannot work; nothing was started.
+        RanksFailed: a rank failed.
+        Interrupted: the run was stopped; its summary is written.
+    """
+    if job.strategy not in STRATEGIES:
+        known = nearest(job.strategy, STRATEGIES) or f"; there is {', '.join(STRATEGIES)}"
+        raise InputError(f"there is no strategy '{job.strategy}'{known}")
+    loaded = job.load()
+    recipe = loaded.recipe
+    nproc = min(devices(), recipe.full_num_micro) if nproc is None else nproc
+    check_world_size(nproc, recipe.global_batch, recipe.micro_batch or recipe.global_batch)
+    folder = make_run_dir(run_dir, loaded.name)
+    _describe(loaded, folder, {"nproc": nproc, "num_workers": job.num_workers, "strategy": job.strategy})
+    print(f"{loaded.name}: {nproc} process{'es' * (nproc > 1)}, {job.strategy}; {folder}", file=sys.stderr)
+    try:
+        if nproc == 1:
+            with contextlib.redirect_stdout(sys.stderr):  # standard output is for the summary
+                train_recipe(job, Place(job={"run_dir": str(folder)}))
+        else:
+            command = job.command()
+            launch_ranks(Job(command=command, nproc=nproc, threads=recipe.threads, run_dir=folder), debug)
+    except (Interrupted, Signalled) as error:
+        if (folder / "summary.json").exists():
+            steps = show_summary(folder, as_json=as_json)["steps"]
+            raise Interrupted(f"interrupted after step {steps}; see {folder}") from error
+        raise
+    show_summary(folder, as_json=as_json)
+
+
+def _describe(loaded: LoadedRecipe, folder: Path, execution: dict[str, Any]) -> None:
+    """Writes recipe.json: what defines the run, and what it was made with."""
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    record = {
+        "recipe": loaded.name,
+        "source": loaded.source,
+        "digest": loaded.digest,
+        "options": loaded.options,
+        "settings": loaded.recipe.settings(),
+        "origins": loaded.origins,
+        "code_sha256": loaded.code_sha256,
+        "execution": execution,
+        "versions": {
+            "unisono": version("unisono"),
+            "torch": str(torch.__version__),
+            "numpy": np.__version__,
+            "python": platform.python_version(),
+        },
+        "machine": {
+            "host": platform.node(),
+            "system": platform.platform(),
+            "cores": usable_cores(),
+            "device": accelerator.type if accelerator else "cpu",
+        },
+    }
+    write_json(folder / "recipe.json", record)

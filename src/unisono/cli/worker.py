@@ -1,0 +1,99 @@
+"""What the launcher starts: `python -m unisono.cli.worker recipe JSON` or `... script FILE ARGS`."""
+
+from __future__ import annotations
+
+import json
+import runpy
+import sys
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from unisono.cli.ranks import rank_log, reported
+from unisono.errors import Interrupted
+from unisono.launch.environment import Place, detect
+from unisono.launch.guard import die_with_parent
+from unisono.recipe import LoadedRecipe, load_recipe
+
+if TYPE_CHECKING:
+    from unisono.run import Run
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecipeJob:
+    """Which recipe a rank is to train, and how.
+
+    Attributes:
+        source: As `load_recipe` takes it.
+        settings: Of `--set`.
+        steps: Of `--steps`, or None.
+        num_workers: Loader processes a rank.
+        strategy: Its name.
+    """
+
+    source: str
+    settings: dict[str, str] = field(default_factory=dict)
+    steps: int | None = None
+    num_workers: int = 0
+    strategy: str = "ddp"
+
+    def load(self) -> LoadedRecipe:
+        loaded = load_recipe(self.source, self.settings)
+        return loaded if self.steps is None else loaded.with_steps(self.steps)
+
+    def command(self) -> list[str]:
+        """What to start for each rank."""
+        return [sys.executable, "-m", "unisono.cli.worker", "recipe", json.dumps(asdict(self))]
+
+
+def train_recipe(job: RecipeJob, place: Place) -> None:
+    """Trains a recipe on one rank; rank 0 writes the summary."""
+    from unisono.run import open_run
+    from unisono.trainer import Trainer
+
+    loaded = job.load()
+    folder = place.run_dir / "logs" if place.run_dir else None
+    terminal = sys.stderr
+    with rank_log(folder, place.rank) as log:
+        recipe = loaded.recipe
+        run = open_run(place, seed=recipe.seed, threads=recipe.threads, strategy=job.strategy)
+        trainer = Trainer(recipe, run, num_workers=job.num_workers)
+        run.extra_summary["recipe_digest"] = loaded.digest
+        with run:
+            trainer.fit(lambda num_steps: _watch(run, num_steps, terminal, log))
+            run.extra_summary["sample"] = trainer.sampled
+
+
+def _watch(run: Run, num_steps: int, terminal: Any, log: Any) -> None:
+    from unisono.observe.console import ConsoleSink
+
+    if run.is_main:
+        run.sinks.append(ConsoleSink(terminal, num_steps, log))
+
+
+def _run_script(arguments: list[str], place: Place) -> None:
+    file = arguments[0]
+    sys.argv = list(arguments)
+    sys.path.insert(0, str(Path(file).resolve().parent))
+    folder = place.run_dir / "logs" if place.run_dir else None
+    with rank_log(folder, place.rank):
+        runpy.run_path(file, run_name="__main__")
+
+
+def main() -> None:
+    """The entry of every rank."""
+    die_with_parent()
+    place = detect()
+    kind, arguments = sys.argv[1], sys.argv[2:]
+    with reported(place):
+        try:
+            if kind == "recipe":
+                train_recipe(RecipeJob(**json.loads(arguments[0])), place)
+            else:
+                _run_script(arguments, place)
+        except Interrupted:
+            pass  # the launcher, which was told to stop, says so
+
+
+if __name__ == "__main__":
+    main()

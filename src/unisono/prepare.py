@@ -1,0 +1,194 @@
+"""Preparation: makes the user's model, optimizer and data work on all ranks, without replacing any of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import LBFGS, Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.utils.data import DataLoader
+
+from unisono.data.loader import LoaderOptions, MicroBatchLoader, from_dataloader
+from unisono.data.samples import check_dataset
+from unisono.data.schedule import Schedule
+from unisono.errors import InputError, require_positive_int
+from unisono.launch.session import Session
+from unisono.observe.timer import PhaseTimer
+from unisono.recipe import check_micro_batch
+from unisono.strategy.base import StrategyFactory
+from unisono.strategy.replicated import ReplicatedStrategy
+from unisono.strategy.stepper import Stepper, Unit
+
+STRATEGIES: Mapping[str, StrategyFactory] = {"ddp": ReplicatedStrategy}
+LOADING = ("global_batch", "micro_batch", "collate", "shuffle", "num_workers", "drop_last")
+
+
+class Preparation:
+    """What a run has prepared.
+
+    Attributes:
+        models: By name.
+        micro_batch: Of the first loader: what evaluation uses too, so that no world size can show.
+    """
+
+    def __init__(self, session: Session, stepper: Stepper, timer: PhaseTimer, *, seed: int, strategy: str) -> None:
+        self._session, self._stepper, self._timer = session, stepper, timer
+        self._seed, self._factory = seed, STRATEGIES[strategy]
+        self.models: dict[str, nn.Module] = {}
+        self.micro_batch: int | None = None
+
+    def add_model(self, model: nn.Module, name: str | None) -> None:
+        """Moves a model to the device, gives it rank 0's weights, and watches its forward."""
+        if any(model is known for known in self.models.values()):
+            return
+        name = name or ("model" if not self.models else f"model{len(self.models) + 1}")
+        if name in self.models:
+            raise InputError(f"two models are named '{name}': give prepare another name=")
+        model.to(self._session.device)
+        self.models[name] = model
+        tensors = {id(tensor): tensor.detach() for tensor in [*model.parameters(), *model.buffers()]}
+        self._session.comm.broadcast(list(tensors.values()))
+        self._stepper.add_model(model)
+        model.register_forward_hook(_BackwardWatch(self._timer))
+
+    def add_optimizer(
+        self, model: nn.Module, optimizer: Optimizer, schedule: LRScheduler | None, clip_norm: float | None
+    ) -> None:
+        """Puts our `step` before the optimizer's own, and the scheduler's behind it."""
+        if isinstance(optimizer, LBFGS):
+            raise InputError("LBFGS evaluates the loss several times a step, which unisono does not do: use another")
+        if clip_norm is not None and not clip_norm > 0:
+            raise InputError(f"clip_norm must be a positive number or None, got {clip_norm!r}")
+        if "_unisono" in optimizer.__dict__:
+            raise InputError("this optimizer was prepared before: prepare each one once")
+        if isinstance(schedule, ReduceLROnPlateau):
+            raise InputError("ReduceLROnPlateau needs a metric: call its step(metric) yourself after an evaluation")
+        names = {id(param): name for name, param in model.named_parameters()}
+        own = [param for group in optimizer.param_groups for param in group["params"] if id(param) not in names]
+        self._session.comm.broadcast([param.detach() for param in own])
+        strategy = self._factory(self._session.comm, optimizer, names)
+        unit = Unit(strategy, optimizer.step, clip_norm=clip_norm)
+        if schedule is not None:
+            unit.schedules.append(schedule.step)
+            schedule.step = MethodType(_ignored_step, schedule)  # type: ignore[method-assign]
+        self._stepper.add_unit(unit)
+        optimizer.__dict__["_unisono"] = (self._stepper, unit)
+        optimizer.step = MethodType(_step, optimizer)  # type: ignore[method-assign]
+
+    def loader(
+        self,
+        data: Any,
+        *,
+        global_batch: int | None = None,
+        micro_batch: int | None = None,
+        collate: Callable[[list[Any]], Any] | None = None,
+        shuffle: bool | None = None,
+        num_workers: int | None = None,
+        drop_last: bool | None = None,
+    ) -> MicroBatchLoader:
+        """Returns a loader of this rank's micro-batches of a dataset, or of a `DataLoader`'s."""
+        options = LoaderOptions(collate=collate, shuffle=shuffle is not False, num_workers=num_workers or 0)
+        if isinstance(data, DataLoader):
+            check_dataset(data.dataset, "the dataset")
+            data, micro, drop, found = from_dataloader(data)
+            micro_batch = micro if micro_batch is None else micro_batch
+            drop_last = drop if drop_last is None else drop_last
+            options = replace(
+                found,
+                collate=collate or found.collate,
+                shuffle=found.shuffle if shuffle is None else shuffle,
+                num_workers=found.num_workers if num_workers is None else num_workers,
+            )
+        flag = self._session.place.flags.get("num_workers")
+        options = options if flag is None else replace(options, num_workers=flag)
+        size = check_dataset(data, "the dataset")
+        global_batch = require_positive_int(micro_batch if global_batch is None else global_batch, "global_batch")
+        micro_batch = check_micro_batch(global_batch, global_batch if micro_batch is None else micro_batch, "")
+        place = (self._session.place.rank, self._session.place.world_size)
+        check_world_size(place[1], global_batch, micro_batch)
+        schedule = Schedule(
+            num_samples=size, global_batch=global_batch, micro_batch=micro_batch, drop_last=bool(drop_last)
+        )
+        if schedule.num_steps == 0:
+            raise InputError(f"drop_last leaves no step: {size} samples, global_batch {global_batch}")
+        self.micro_batch = self.micro_batch or micro_batch
+        return MicroBatchLoader(
+            data,
+            schedule,
+            place=place,
+            seed=self._seed,
+            device=self._session.device,
+            options=options,
+            on_fetch=lambda: self._timer.enter("data"),
+            on_micro=lambda epoch, micro: self._stepper.begin(epoch, micro, schedule),
+            on_end=self._stepper.settle,
+        )
+
+
+def check_world_size(world_size: int, global_batch: int, micro_batch: int) -> None:
+    """Checks that a full step has a micro-batch for every process.
+
+    Raises:
+        InputError: it has not.
+    """
+    num_micro = -(-global_batch // micro_batch)
+    if world_size > num_micro:
+        raise InputError(
+            f"{world_size} processes are more than the {num_micro} micro-batch{'es' * (num_micro > 1)} of a step "
+            f"(global_batch {global_batch}, micro_batch {micro_batch}): start at most {num_micro}, or choose a smaller "
+            "micro_batch"
+        )
+
+
+def _step(optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+    """`optimizer.step` of a prepared optimizer."""
+    optimizer.__dict__["_opt_called"] = True  # what LR schedulers look for
+    stepper, unit = optimizer.__dict__["_unisono"]
+    return stepper.request(unit, closure)
+
+
+# So that a scheduler made before or after `prepare` leaves our `step` alone; torch's own mark for its wrapper.
+_step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+
+
+def _ignored_step(schedule: LRScheduler, *args: Any) -> None:
+    """`step` of a scheduler that was passed to `prepare`: it is stepped with the optimizer."""
+
+
+class _BackwardWatch:
+    """A forward hook that sees backward begin, in a plain `loss.backward()`: a gradient reaches the output.
+
+    Copies of the model (an average of its weights, say) and pickles get a watch of nothing.
+    """
+
+    def __init__(self, timer: PhaseTimer | None = None) -> None:
+        self._timer = timer
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self._timer is not None and self._timer.phase == "forward" and torch.is_grad_enabled():
+            found = _first_with_grad(output)
+            if found is not None:
+                found.register_hook(self._begins)  # type: ignore[no-untyped-call]
+
+    def _begins(self, grad: torch.Tensor) -> None:
+        if self._timer is not None and self._timer.phase == "forward":
+            self._timer.enter("backward")
+
+    def __reduce__(self) -> tuple[type[_BackwardWatch], tuple[()]]:
+        return _BackwardWatch, ()
+
+
+def _first_with_grad(output: Any) -> torch.Tensor | None:
+    if isinstance(output, torch.Tensor):
+        return output if output.requires_grad else None
+    items: Sequence[Any] = ()
+    if isinstance(output, Mapping):
+        items = list(output.values())
+    elif isinstance(output, list | tuple):
+        items = output
+    return next((found for item in items if (found := _first_with_grad(item)) is not None), None)
