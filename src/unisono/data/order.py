@@ -19,7 +19,7 @@ from unisono.errors import InputError
 
 MAX_SAMPLES = 1 << 62
 
-# Below this, one sort is as quick as the network and exactly fair, where a network over few values is not.
+# Up to this, one sort is as quick as the network, and fair where a network over few values is not.
 _SORTED_UP_TO = 1024
 
 # Even: rows and columns take turns. Six still show a trace of the grid at n = 1100, eight do not. They use up

@@ -119,7 +119,7 @@ def load(*, evaluation: bool) -> Digits:
         InputError: scikit-learn is not installed.
     """
     try:
-        from sklearn.datasets import load_digits  # type: ignore[import-untyped,unused-ignore]
+        from sklearn.datasets import load_digits
     except ImportError as error:
         raise InputError("the recipe 'digits' needs scikit-learn: pip install 'unisono[digits]'") from error
     data = load_digits()
