@@ -84,7 +84,7 @@ class Block(nn.Module):
         batch, length, width = x.shape
         qkv = self.qkv(self.attention_norm(x)).view(batch, length, 3, self.heads, width // self.heads)
         q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
-        # No dropout inside: on CPU that leaves the flash kernel (4 x 128 tokens, 4 heads of 32: 5.1 ms against 2.1).
+        # No dropout inside: on CPU that leaves the flash kernel (4 x 64 bytes, 4 heads of 32: 2.4 ms against 1.0).
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.dropout(self.attention_out(attended.transpose(1, 2).reshape(batch, length, width)))
         x = x + self.dropout(self.mlp_out(F.gelu(self.mlp_in(self.mlp_norm(x)))))
