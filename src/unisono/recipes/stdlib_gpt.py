@@ -36,7 +36,7 @@ def recipe(
     lr: float = 3e-3,
     warmup: int = 20,
     weight_decay: float = 0.1,
-    steps: int = 750,
+    steps: int = 600,
     global_batch: int = 32,
     micro_batch: int = 4,
     seed: int = 0,

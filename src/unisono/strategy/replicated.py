@@ -146,7 +146,9 @@ class _Reduction:
         self.comm, self.group, self.plan, self.partition = comm, group, plan, partition
         self.own = list(group.tree.items())
         self.nodes = [roots(block, plan.num_micro) for block in plan.blocks]
-        self.norms = torch.zeros(len(group.layout.blocks), dtype=torch.float32, device=group.device)
+        # At least float32; a norm of float64 gradients stays float64, which torch refuses to narrow.
+        norms_dtype = torch.promote_types(group.dtype, torch.float32)
+        self.norms = torch.zeros(len(group.layout.blocks), dtype=norms_dtype, device=group.device)
         self.inboxes: list[list[list[torch.Tensor]]] = []
         self.pending: list[Pending] = [self._exchange(slot) for slot in range(len(partition.buckets))]
         self.target: FlatBuffer | None = None
@@ -197,7 +199,7 @@ class _Reduction:
         assert self.target is not None
         for run in self.partition.own_runs[slot]:
             rows = _slice(self.target.flat, run.values).view(run.count, -1)
-            _slice(self.norms, run.norms).copy_(torch.linalg.vector_norm(rows, dim=1, dtype=torch.float32))
+            _slice(self.norms, run.norms).copy_(torch.linalg.vector_norm(rows, dim=1, dtype=self.norms.dtype))
 
     def result(self) -> tuple[FlatBuffer, torch.Tensor]:
         """Waits for the others' shards; returns the whole gradient and its blocks' norms."""

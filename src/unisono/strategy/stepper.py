@@ -127,6 +127,7 @@ class Stepper:
         self._next = (0, 0, 0)  # what follows the present micro-batch, if it is not the step's last
         self._norm: torch.Tensor | None = None
         self._lr = math.nan
+        self._stepped_at_once = False  # whether optimizers were updated before the step's end
         self._count = 0  # micro-batches of the present step that this rank has begun
 
     def add_unit(self, unit: Unit) -> None:
@@ -186,7 +187,7 @@ class Stepper:
         blocks = tuple(schedule.block(micro.step, rank, self.comm.world_size) for rank in range(self.comm.world_size))
         self._plan, self._schedule = StepPlan(micro.num_micro, blocks), schedule
         self._values = StepValues(self.device)
-        self._norm, self._lr = None, math.nan
+        self._norm, self._lr, self._stepped_at_once = None, math.nan, False
         self._clear()
         for unit in self.units:
             unit.scales = []
@@ -249,6 +250,7 @@ class Stepper:
             unit.strategy.add_micro_batch(micro.index, scale)
         alone = len(self.units) == 1
         if (alone and micro.is_last) or schedule.full_num_micro == 1:
+            self._stepped_at_once = not alone
             self._finish([unit], last=alone)
         self.timer.enter("forward" if len(self.units) > 1 else None)
         return loss
@@ -364,9 +366,11 @@ class Stepper:
 
     def _end_step(self, ranks: Sequence[RankStep]) -> None:
         assert self._plan is not None and self._schedule is not None and self.micro is not None
-        self.step += 1
         self._count, self._done = 0, True
         self.stopping = self.stopping or any(rank.stop for rank in ranks)
+        if not any(rank.units for rank in ranks) and not self._stepped_at_once:
+            return  # nobody stepped anything: batches were only looked at, and that is no step
+        self.step += 1
         start, stop = (self._schedule.micro(self.micro.step, m) for m in (0, self.micro.num_micro - 1))
         step, epoch, times, size = self.step, self.epoch, self.timer.take(), stop.stop - start.start
         norm, lr = self._norm, self._lr

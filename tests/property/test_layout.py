@@ -1,0 +1,151 @@
+"""What holds for the flat layout of every list of parameters."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.fakes import ThreadCollectives, ThreadWorld
+from unisono.numerics.layout import FlatLayout
+from unisono.strategy.base import StepPlan
+from unisono.strategy.flat import FlatGroup
+from unisono.strategy.replicated import ReplicatedStrategy
+
+sizes = st.lists(st.integers(0, 200) | st.integers(16_000, 70_000), min_size=1, max_size=12)
+itemsizes = st.sampled_from([1, 2, 4, 8, 16])
+bucket_sizes = st.integers(1, 60_000)
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64]
+
+
+def layout_of(numels: list[int], itemsize: int) -> FlatLayout:
+    return FlatLayout.of([(f"p{number}", numel) for number, numel in enumerate(numels)], itemsize)
+
+
+def covered(total: int, parts: list[range]) -> np.ndarray:
+    """How often each element lies in a part."""
+    counts = np.zeros(total, dtype=int)
+    for part in parts:
+        assert 0 <= part.start <= part.stop <= total
+        counts[part.start : part.stop] += 1
+    return counts
+
+
+@settings(deadline=None)
+@given(sizes, itemsizes)
+def test_segments_are_aligned_and_do_not_overlap(numels: list[int], itemsize: int) -> None:
+    layout = layout_of(numels, itemsize)
+    assert [segment.numel for segment in layout.segments] == numels
+    assert [segment.name for segment in layout.segments] == [f"p{number}" for number in range(len(numels))]
+    for segment in layout.segments:
+        assert segment.offset * itemsize % 64 == 0
+        assert 0 <= (segment.padded - segment.numel) * itemsize < 64
+        assert segment.stop - segment.offset == segment.padded
+    assert (covered(layout.total, [range(s.offset, s.stop) for s in layout.segments]) == 1).all()
+
+
+@settings(deadline=None)
+@given(sizes, itemsizes)
+def test_blocks_tile_the_vector_and_never_cross_segments(numels: list[int], itemsize: int) -> None:
+    layout = layout_of(numels, itemsize)
+    assert (covered(layout.total, list(layout.blocks)) == 1).all()
+    assert [block.start for block in layout.blocks] == sorted(block.start for block in layout.blocks)
+    owner = np.concatenate([np.full(s.padded, number) for number, s in enumerate(layout.segments)])
+    for block in layout.blocks:
+        assert 0 < len(block) <= 16_384
+        assert len(set(owner[block.start : block.stop])) == 1
+    # As few as that allows: a segment is not cut finer than it must be.
+    for segment in layout.segments:
+        inside = [block for block in layout.blocks if segment.offset <= block.start < segment.stop]
+        assert all(len(block) == 16_384 for block in inside[:-1])
+
+
+@settings(deadline=None)
+@given(sizes, itemsizes, bucket_sizes)
+def test_buckets_tile_the_vector_with_whole_segments(numels: list[int], itemsize: int, bucket: int) -> None:
+    layout = layout_of(numels, itemsize)
+    buckets = layout.buckets(bucket)
+    assert (covered(layout.total, buckets) == 1).all()
+    assert [part for part in buckets if not len(part)] == []
+    for position, part in enumerate(buckets):
+        members = [s for s in layout.segments if s.padded and part.start <= s.offset < part.stop]
+        assert sum(member.padded for member in members) == len(part)
+        if position < len(buckets) - 1:
+            assert len(part) >= bucket
+        assert len(part) - members[-1].padded < bucket  # no larger than asked for, but by its last segment
+
+
+@settings(deadline=None)
+@given(sizes, itemsizes, bucket_sizes, st.integers(1, 9))
+def test_shards_tile_each_bucket_with_whole_blocks(
+    numels: list[int], itemsize: int, bucket_elements: int, world_size: int
+) -> None:
+    layout = layout_of(numels, itemsize)
+    edges = {block.start for block in layout.blocks} | {layout.total}
+    all_shards, all_blocks = [], []
+    for bucket in layout.buckets(bucket_elements):
+        shards = layout.shards(bucket, world_size)
+        assert len(shards) == world_size
+        assert [shards[0].start, shards[-1].stop] == [bucket.start, bucket.stop]
+        for shard in shards:
+            assert {shard.start, shard.stop} <= edges
+            assert shard.start * itemsize % 64 == 0
+            blocks = [layout.blocks[index] for index in layout.blocks_in(shard)]
+            assert sum(map(len, blocks)) == len(shard)
+            assert all(shard.start <= block.start and block.stop <= shard.stop for block in blocks)
+            all_blocks += blocks
+        all_shards += shards
+        # No rank has much more to do than the others.
+        assert max(map(len, shards)) <= len(bucket) / world_size + 16_384
+    assert (covered(layout.total, all_shards) == 1).all()
+    assert all_blocks == list(layout.blocks)
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    st.lists(st.lists(st.integers(0, 5), max_size=4), min_size=1, max_size=8),
+    st.sampled_from(DTYPES),
+    st.integers(0, 2**32),
+)
+def test_values_survive_the_way_through_the_views(
+    shapes: list[list[int]], dtype: torch.dtype, seed: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    params = [torch.zeros(shape, dtype=dtype) for shape in shapes]
+    params = [p.to(memory_format=torch.channels_last) if p.dim() == 4 else p for p in params]
+    params += [torch.zeros(4, 3, dtype=dtype).t(), torch.zeros(2, 3, 2, 2, 2, dtype=dtype)]
+    params[-1] = params[-1].to(memory_format=torch.channels_last_3d)
+    group = FlatGroup([(f"p{number}", param) for number, param in enumerate(params)])
+    buffer = group.buffer()
+    values = [torch.randn(param.shape, generator=generator, dtype=dtype) for param in params]
+    for view, value in zip(buffer.views, values, strict=True):
+        view.copy_(value)
+    for view, value, param in zip(buffer.views, values, params, strict=True):
+        assert view.shape == param.shape
+        assert torch.equal(view, value)
+        assert view.untyped_storage().data_ptr() == buffer.flat.untyped_storage().data_ptr()
+        if param.dim() == 4 and param.is_contiguous(memory_format=torch.channels_last):
+            assert view.stride() == param.stride()  # a copy of a gradient is then linear
+    # Each value once, and nothing but zeros between them.
+    found = torch.view_as_real(buffer.flat) if dtype.is_complex else buffer.flat
+    wanted = torch.cat([value.reshape(-1) for value in values])
+    wanted = torch.view_as_real(wanted) if dtype.is_complex else wanted
+    assert sorted(found[found != 0].tolist()) == sorted(wanted[wanted != 0].tolist())
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.lists(st.integers(0, 500), min_size=1, max_size=8), st.integers(1, 4000), st.integers(0, 2000))
+def test_offsets_do_not_depend_on_the_world_size(numels: list[int], bucket_bytes: int, one_shot_bytes: int) -> None:
+    found = []
+    for world_size in (1, 2, 3, 7):
+        for rank in (0, world_size - 1):
+            params = [torch.nn.Parameter(torch.zeros(numel)) for numel in numels]
+            optimizer = torch.optim.SGD(params, lr=0.1)
+            names = {id(param): f"p{number}" for number, param in enumerate(params)}
+            comm = ThreadCollectives(ThreadWorld(world_size), rank)
+            strategy = ReplicatedStrategy(comm, optimizer, names, bucket_bytes, one_shot_bytes)
+            strategy.begin_step(StepPlan(8, (range(8),) * world_size))
+            found.append([(group.layout.segments, group.layout.total, group.buckets) for group in strategy.groups])
+    assert all(layouts == found[0] for layouts in found)
+    assert sorted(segment.name for segment in found[0][0][0]) == sorted(f"p{n}" for n in range(len(numels)))

@@ -1,0 +1,266 @@
+"""The reduction of `ddp`: the same bits on any number of ranks, and those of adding neighbours pairwise."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.fakes import ThreadCollectives, run_threads
+from unisono.errors import CommError
+from unisono.strategy.base import StepPlan
+from unisono.strategy.replicated import ReplicatedStrategy
+
+KINDS = ["plain", "channels_last", "transposed"]
+# Of each a few, so that cuts fall everywhere; up to three blocks of 16 384 elements in one parameter.
+shapes = st.sampled_from([(), (0,), (1,), (3,), (7, 5), (4, 3, 2, 2), (2, 0, 3), (130,), (16_384,), (150, 300)])
+dtypes = st.sampled_from([torch.float32, torch.float64, torch.bfloat16])
+
+
+@dataclass(frozen=True)
+class Problem:
+    """The gradients of one step.
+
+    Attributes:
+        params: Shape, dtype and memory format of each parameter.
+        grads: For each micro-batch, a gradient or None for each parameter.
+        scales: Of each micro-batch.
+        clip_norm: Largest norm, or None.
+    """
+
+    params: list[tuple[tuple[int, ...], torch.dtype, str]]
+    grads: list[list[torch.Tensor | None]]
+    scales: list[float]
+    clip_norm: float | None = None
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What must not show."""
+
+    blocks: tuple[range, ...]
+    bucket_bytes: int
+    one_shot_bytes: int
+
+
+@dataclass(frozen=True)
+class Outcome:
+    grads: list[torch.Tensor | None]
+    norm: torch.Tensor
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> Problem:
+    params = draw(st.lists(st.tuples(shapes, dtypes, st.sampled_from(KINDS)), min_size=1, max_size=5))
+    num_micro = draw(st.integers(1, 9))
+    # Full micro-batches, short ones, and some that count for nothing.
+    scales = draw(
+        st.lists(
+            st.just(1.0) | st.sampled_from([0.5, 0.125, 0.0]) | st.floats(1e-3, 3),
+            min_size=num_micro,
+            max_size=num_micro,
+        )
+    )
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**32)))
+    often = draw(st.sampled_from([0.0, 0.5, 0.9, 1.0]))
+    grads = []
+    for _ in range(num_micro):
+        there = torch.rand(len(params), generator=generator) < often
+        grads.append([_random(p, generator) if t else None for p, t in zip(params, there.tolist(), strict=True)])
+    return Problem(params, grads, scales, draw(st.sampled_from([None, None, 0.5, 1e9])))
+
+
+def _random(param: tuple[tuple[int, ...], torch.dtype, str], generator: torch.Generator) -> torch.Tensor:
+    shape, dtype, _ = param
+    # Magnitudes that make every other order of additions give other bits, and some signed zeros.
+    exponents = torch.rand(shape, generator=generator, dtype=torch.float64) * 8 - 4
+    value = torch.randn(shape, generator=generator, dtype=torch.float64) * 10.0**exponents
+    zeros = torch.rand(shape, generator=generator) < 0.1
+    return torch.where(zeros, -0.0, value).to(dtype)
+
+
+@st.composite
+def machines(draw: st.DrawFn, num_micro: int) -> Machine:
+    world_size = draw(st.integers(1, 5))
+    cuts = sorted(draw(st.lists(st.integers(0, num_micro), min_size=world_size - 1, max_size=world_size - 1)))
+    blocks = tuple(range(start, stop) for start, stop in zip([0, *cuts], [*cuts, num_micro], strict=True))
+    small = st.sampled_from([0, 1, 64, 300, 5_000, 70_000, 10**9])
+    return Machine(blocks, draw(small), draw(small))
+
+
+def alone(problem: Problem) -> Machine:
+    return Machine((range(len(problem.scales)),), 8 << 20, 256 << 10)
+
+
+def make_params(problem: Problem) -> list[torch.nn.Parameter]:
+    params = []
+    for shape, dtype, kind in problem.params:
+        value = torch.zeros(shape, dtype=dtype)
+        if kind == "channels_last" and len(shape) == 4:
+            value = value.to(memory_format=torch.channels_last)
+        if kind == "transposed" and len(shape) == 2:
+            value = torch.zeros(shape[::-1], dtype=dtype).t()
+        params.append(torch.nn.Parameter(value))
+    return params
+
+
+class OneRank:
+    """A strategy with its parameters, for as many steps as wanted."""
+
+    def __init__(self, comm: Any, problem: Problem, machine: Machine) -> None:
+        self.comm, self.machine = comm, machine
+        self.params = make_params(problem)
+        names = {id(param): f"p{number}" for number, param in enumerate(self.params)}
+        optimizer = torch.optim.SGD(self.params, lr=0.1)
+        self.strategy = ReplicatedStrategy(comm, optimizer, names, machine.bucket_bytes, machine.one_shot_bytes)
+
+    def step(self, problem: Problem) -> Outcome:
+        plan = StepPlan(len(problem.scales), self.machine.blocks)
+        self.strategy.optimizer.zero_grad()
+        self.strategy.begin_step(plan)
+        for leaf in plan.blocks[self.comm.rank]:
+            for param, grad in zip(self.params, problem.grads[leaf], strict=True):
+                param.grad = None if grad is None else grad.clone()
+            self.strategy.add_micro_batch(leaf, problem.scales[leaf])
+        assert all(param.grad is None for param in self.params)
+        told = self.comm.gather_objects(self.strategy.presence())
+        self.strategy.launch(plan)
+        present = [any(bits) for bits in zip(*told, strict=True)]
+        norm = self.strategy.complete(math.fsum(problem.scales) or 1.0, present, problem.clip_norm)
+        return Outcome([None if p.grad is None else p.grad.clone() for p in self.params], norm)
+
+
+def run_steps(problems: Sequence[Problem], machine: Machine) -> list[list[Outcome]]:
+    """Outcomes by rank and step."""
+
+    def body(comm: ThreadCollectives) -> list[Outcome]:
+        rank = OneRank(comm, problems[0], machine)
+        return [rank.step(problem) for problem in problems]
+
+    return run_threads(len(machine.blocks), body)
+
+
+def bits(tensor: torch.Tensor) -> bytes:
+    """Bits, so that 0.0 and -0.0 differ."""
+    return tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
+
+
+def same(found: Outcome, wanted: Outcome) -> None:
+    assert [g is None for g in found.grads] == [g is None for g in wanted.grads]
+    for number, (one, other) in enumerate(zip(found.grads, wanted.grads, strict=True)):
+        if one is not None and other is not None:
+            assert one.shape == other.shape
+            assert bits(one) == bits(other), f"parameter {number} differs"
+    assert bits(found.norm) == bits(wanted.norm), f"norms {found.norm.item()!r} and {wanted.norm.item()!r} differ"
+
+
+def truth(problem: Problem) -> Outcome:
+    """What neighbours added pairwise give, in plain tensors."""
+    total = math.fsum(problem.scales) or 1.0
+    sums: list[torch.Tensor | None] = []
+    for number, (shape, dtype, _) in enumerate(problem.params):
+        column = [grads[number] for grads in problem.grads]
+        parts = [
+            torch.zeros(shape, dtype=dtype) if grad is None else grad * scale
+            for grad, scale in zip(column, problem.scales, strict=True)
+        ]
+        while len(parts) > 1:
+            odd = parts[len(parts) & ~1 :]
+            parts = [a + b for a, b in zip(parts[::2], parts[1::2], strict=False)] + odd
+        sums.append(None if all(grad is None for grad in column) else parts[0] / total)
+    norm = math.sqrt(math.fsum(float(g.double().square().sum()) for g in sums if g is not None))
+    return Outcome(sums, torch.tensor(norm, dtype=torch.float64))
+
+
+SETTINGS = settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
+
+
+@SETTINGS
+@given(problems(), st.data())
+def test_no_machine_shows_in_the_gradient(problem: Problem, data: st.DataObject) -> None:
+    wanted = run_steps([problem], alone(problem))[0][0]
+    machine = data.draw(machines(len(problem.scales)))
+    for (found,) in run_steps([problem], machine):
+        same(found, wanted)
+
+
+@SETTINGS
+@given(problems(), st.data())
+def test_the_gradient_is_the_pairwise_sum(problem: Problem, data: st.DataObject) -> None:
+    problem = replace(problem, clip_norm=None)
+    wanted = truth(problem)
+    machine = data.draw(machines(len(problem.scales)))
+    found = run_steps([problem], machine)[0][0]
+    same(replace(found, norm=wanted.norm), wanted)
+    assert found.norm.item() == pytest.approx(wanted.norm.item(), rel=1e-5)
+    assert found.norm.dtype == torch.float64
+
+
+@settings(deadline=None, max_examples=25, suppress_health_check=[HealthCheck.too_slow])
+@given(problems(), st.data())
+def test_the_step_before_cannot_show(problem: Problem, data: st.DataObject) -> None:
+    """Buffers are used again: what an earlier step left in them must be gone."""
+    machine = data.draw(machines(len(problem.scales)))
+    turned = replace(
+        problem,
+        grads=[[None if grad is None else -3 * grad for grad in grads] for grads in reversed(problem.grads)],
+        scales=problem.scales[::-1],
+    )
+    sparser = replace(problem, grads=[[None] * len(problem.params), *problem.grads[1:]])
+    steps = [turned, problem, sparser, problem]
+    for found in run_steps(steps, machine):
+        for outcome, step in zip(found, steps, strict=True):
+            same(outcome, run_steps([step], alone(step))[0][0])
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_clipping_gives_the_norm_that_was_asked_for(world_size: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    params = [((300, 70), torch.float32, "plain"), ((3,), torch.float32, "plain")]
+    problem = Problem(params, [[_random(p, generator) for p in params] for _ in range(4)], [1.0] * 4, 0.5)
+    cuts = {1: (range(4),), 3: (range(2), range(2, 3), range(3, 4))}
+    for (found,) in run_steps([problem], Machine(cuts[world_size], 64, 0)):
+        assert found.norm > 0.5  # the norm before
+        after = torch.linalg.vector_norm(torch.cat([g.double().view(-1) for g in found.grads if g is not None]))
+        assert after.item() == pytest.approx(0.5, rel=1e-4)
+        small = replace(problem, clip_norm=1e9)
+        same(run_steps([small], alone(small))[0][0], run_steps([replace(small, clip_norm=None)], alone(small))[0][0])
+
+
+@pytest.mark.parametrize("one_shot_bytes", [0, 10**9])
+def test_a_rank_that_fails_ends_the_others_with_an_error(one_shot_bytes: int) -> None:
+    problem = Problem([((5,), torch.float32, "plain")], [[torch.ones(5)]] * 3, [1.0] * 3)
+    errors: list[BaseException] = []
+
+    def body(comm: ThreadCollectives) -> None:
+        rank = OneRank(comm, problem, Machine((range(1), range(1, 2), range(2, 3)), 64, one_shot_bytes))
+        if comm.rank == 1:
+            raise ZeroDivisionError
+        try:
+            rank.step(problem)
+        except CommError as error:
+            errors.append(error)
+            raise
+
+    with pytest.raises(ZeroDivisionError):
+        run_threads(3, body)
+    assert len(errors) == 2
+    assert all("rank 1" in str(error) for error in errors)
+
+
+def test_these_gradients_tell_orders_apart() -> None:
+    """The tests above would show nothing if any order of additions gave the same sum."""
+    generator = torch.Generator().manual_seed(1)
+    for dtype in (torch.float32, torch.float64, torch.bfloat16):
+        param = ((130,), dtype, "plain")
+        parts: list[Any] = [_random(param, generator) for _ in range(5)]
+        problem = Problem([param], [[part] for part in parts], [1.0] * 5)
+        pairwise = truth(problem).grads[0]
+        assert pairwise is not None
+        assert not torch.equal(sum(parts[1:], parts[0]) / 5, pairwise)
