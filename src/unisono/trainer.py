@@ -78,7 +78,7 @@ class Trainer:
 
     def _data(self, data: Any) -> Any:
         is_dataset = hasattr(data, "__getitem__") or hasattr(data, "__iter__")
-        if data is None or is_dataset or not callable(data):
+        if not callable(data) or (is_dataset and not isinstance(data, type)):
             return data
         with self.run.rank0_first():
             return data()

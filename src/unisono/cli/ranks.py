@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TextIO
 
+from unisono.errors import UnisonoError
 from unisono.launch.environment import Place
 from unisono.launch.failure import write_failure
 
@@ -49,27 +50,36 @@ def rank_log(folder: Path | None, rank: int) -> Iterator[TextIO | None]:
             sys.stdout, sys.stderr = Tee(sys.stdout, log), Tee(sys.stderr, log)
         try:
             yield log
+        except BaseException:
+            traceback.print_exc(file=log)
+            raise
         finally:
             sys.stdout, sys.stderr = before
 
 
 @contextlib.contextmanager
 def reported(place: Place) -> Iterator[None]:
-    """Leaves word of an error for the launcher before anything is torn down, then ends the process."""
+    """Leaves word of an error for the launcher before anything is torn down, then ends the process.
+
+    The launcher shows the traceback of the rank that failed first; shown here too, another rank's would come before.
+    """
     try:
         yield
     except SystemExit as error:
         if error.code not in (None, 0):
-            _report(place, RuntimeError(f"the script called sys.exit({error.code!r})"))
+            _report(place, UnisonoError(f"the script called sys.exit({error.code!r})"))
+            sys.last_value = error  # so that what runs at exit knows
         raise
     except BaseException as error:
-        _report(place, error)
-        traceback.print_exc()
-        sys.last_value = error  # so that what runs at exit knows
-        sys.exit(1)
+        if not _report(place, error):
+            traceback.print_exc()
+        sys.last_value = error
+        sys.exit(error.exit_code if isinstance(error, UnisonoError) else 1)
 
 
-def _report(place: Place, error: BaseException) -> None:
-    if folder := place.job.get("error_dir"):
-        with contextlib.suppress(OSError):
-            write_failure(Path(folder) / f"rank-{place.local_rank}.error.json", place.rank, error)
+def _report(place: Place, error: BaseException) -> bool:
+    try:
+        write_failure(Path(place.job["error_dir"]) / f"rank-{place.local_rank}.error.json", place.rank, error)
+    except (OSError, KeyError):  # the launcher is gone, or is not ours
+        return False
+    return True

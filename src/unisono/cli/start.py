@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from unisono.errors import InputError
+from unisono.errors import InputError, Interrupted
 from unisono.launch.elastic import Job, RanksFailed, launch
 from unisono.launch.environment import usable_cores
 
@@ -44,12 +44,15 @@ def launch_ranks(job: Job, debug: bool) -> None:
 
     Raises:
         RanksFailed: a rank failed.
+        Interrupted: a rank was told to stop, and all have.
         Signalled: SIGINT or SIGTERM came.
     """
     try:
         launch(job)
     except RanksFailed as error:
         first = error.failures[0]
+        if first.exit_code == Interrupted.exit_code:
+            raise Interrupted(first.message) from error
         if first.traceback and (debug or first.exit_code != InputError.exit_code):
             print(f"\nrank {first.rank} failed first:\n{first.traceback.rstrip()}\n", file=sys.stderr)
         raise

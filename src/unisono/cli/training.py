@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import platform
 import sys
 from importlib.metadata import version
@@ -43,8 +42,7 @@ def start(job: RecipeJob, *, nproc: int | None, run_dir: str | None, as_json: bo
     print(f"{loaded.name}: {nproc} process{'es' * (nproc > 1)}, {job.strategy}; {folder}", file=sys.stderr)
     try:
         if nproc == 1:
-            with contextlib.redirect_stdout(sys.stderr):  # standard output is for the summary
-                train_recipe(job, Place(job={"run_dir": str(folder)}))
+            train_recipe(job, Place(job={"run_dir": str(folder)}))
         else:
             command = job.command()
             launch_ranks(Job(command=command, nproc=nproc, threads=recipe.threads, run_dir=folder), debug)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import runpy
 import sys
@@ -10,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from unisono.cli.ranks import rank_log, reported
-from unisono.errors import Interrupted
 from unisono.launch.environment import Place, detect
 from unisono.launch.guard import die_with_parent
 from unisono.recipe import LoadedRecipe, load_recipe
@@ -38,7 +38,8 @@ class RecipeJob:
     strategy: str = "ddp"
 
     def load(self) -> LoadedRecipe:
-        loaded = load_recipe(self.source, self.settings)
+        with contextlib.redirect_stdout(sys.stderr):  # standard output is for the summary
+            loaded = load_recipe(self.source, self.settings)
         return loaded if self.steps is None else loaded.with_steps(self.steps)
 
     def command(self) -> list[str]:
@@ -54,7 +55,7 @@ def train_recipe(job: RecipeJob, place: Place) -> None:
     loaded = job.load()
     folder = place.run_dir / "logs" if place.run_dir else None
     terminal = sys.stderr
-    with rank_log(folder, place.rank) as log:
+    with contextlib.redirect_stdout(terminal), rank_log(folder, place.rank) as log:
         recipe = loaded.recipe
         run = open_run(place, seed=recipe.seed, threads=recipe.threads, strategy=job.strategy)
         trainer = Trainer(recipe, run, num_workers=job.num_workers)
@@ -82,17 +83,14 @@ def _run_script(arguments: list[str], place: Place) -> None:
 
 def main() -> None:
     """The entry of every rank."""
-    die_with_parent()
     place = detect()
+    die_with_parent(place.job.get("launcher"))
     kind, arguments = sys.argv[1], sys.argv[2:]
     with reported(place):
-        try:
-            if kind == "recipe":
-                train_recipe(RecipeJob(**json.loads(arguments[0])), place)
-            else:
-                _run_script(arguments, place)
-        except Interrupted:
-            pass  # the launcher, which was told to stop, says so
+        if kind == "recipe":
+            train_recipe(RecipeJob(**json.loads(arguments[0])), place)
+        else:
+            _run_script(arguments, place)
 
 
 if __name__ == "__main__":

@@ -12,10 +12,11 @@ import torch
 from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 
 from unisono.data.order import permutation
-from unisono.data.samples import Key, NamedCollate, check_dataset, seeded
+from unisono.data.samples import Key, check_dataset, fetching
 from unisono.data.schedule import MicroBatch, Schedule
 from unisono.data.tensors import to_device
 from unisono.errors import InputError
+from unisono.launch.guard import die_with_parent, leave_process_group
 
 # Micro-batches whose order is computed in one vectorised call: it costs about as much as for a single one.
 _ORDER_CHUNK = 32
@@ -73,6 +74,23 @@ def from_dataloader(loader: DataLoader[Any]) -> tuple[Any, int, bool, LoaderOpti
         collate=loader.collate_fn, shuffle=bool(plain_random), num_workers=loader.num_workers, extra=extra
     )
     return loader.dataset, loader.batch_size, loader.drop_last, options
+
+
+@dataclass(frozen=True)
+class _WorkerStart:
+    """What a loader worker does first: only its rank may end it, and it ends when its rank does.
+
+    Attributes:
+        own: The user's `worker_init_fn`.
+    """
+
+    own: Callable[[int], None] | None
+
+    def __call__(self, worker: int) -> None:
+        leave_process_group()
+        die_with_parent()
+        if self.own is not None:
+            self.own(worker)
 
 
 class _Keys:
@@ -137,12 +155,15 @@ class MicroBatchLoader:
         extra = dict(options.extra or {})
         if device.type != "cpu":
             extra.setdefault("pin_memory", True)
-        if not options.num_workers:
+        if options.num_workers:
+            extra["worker_init_fn"] = _WorkerStart(extra.get("worker_init_fn"))
+        else:
             extra = {k: v for k, v in extra.items() if k not in ("multiprocessing_context", "persistent_workers")}
+        samples, collate = fetching(dataset, seed, options.collate)
         self._loader: DataLoader[Any] = DataLoader(
-            seeded(dataset, seed),  # type: ignore[arg-type]
+            samples,
             batch_sampler=_Keys(self),
-            collate_fn=NamedCollate(options.collate),
+            collate_fn=collate,
             num_workers=options.num_workers,
             **extra,
         )

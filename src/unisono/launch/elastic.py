@@ -88,7 +88,12 @@ def launch(job: Job) -> None:
         errors = _ErrorFiles(Path(folder))
         environment = {
             JOB_VARIABLE: json.dumps(
-                {"run_dir": str(job.run_dir) if job.run_dir else None, "error_dir": folder, "flags": dict(job.flags)}
+                {
+                    "run_dir": str(job.run_dir) if job.run_dir else None,
+                    "error_dir": folder,
+                    "launcher": os.getpid(),
+                    "flags": dict(job.flags),
+                }
             ),
             "OMP_NUM_THREADS": str(job.threads),
             "MKL_NUM_THREADS": str(job.threads),

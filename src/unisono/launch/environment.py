@@ -26,7 +26,7 @@ class Place:
         local_world_size: Processes on this host.
         origin: Who said so: "alone" or "torchrun" (which our own launcher also is, beneath).
         restarts: How often the job was restarted.
-        job: What our launcher hands over: "run_dir", "error_dir", "flags".
+        job: What our launcher hands over: "run_dir", "error_dir", "launcher" (its process id), "flags".
     """
 
     rank: int = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import time
@@ -10,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from unisono.errors import CommError, InputError, UnisonoError
+from unisono.errors import CommError, UnisonoError
 
 
 @dataclass(frozen=True, order=True)
@@ -21,7 +22,7 @@ class Failure:
         consequence: It ended because a peer did.
         time_s: When, in seconds since the epoch.
         rank: Which rank.
-        exit_code: 2 where the user's input is wrong, else 1.
+        exit_code: 2 where the user's input is wrong, 130 after a stop, else 1.
         message: One sentence.
         traceback: The rank's own traceback, from the user's first frame on.
     """
@@ -50,7 +51,7 @@ def write_failure(path: Path, rank: int, error: BaseException) -> None:
             "consequence": isinstance(error, CommError),
             "time_s": time.time(),
             "rank": rank,
-            "exit_code": 2 if isinstance(error, InputError) else 1,
+            "exit_code": error.exit_code if isinstance(error, UnisonoError) else 1,
             "message": message,
             "traceback": text,
         },
@@ -61,5 +62,10 @@ def write_failure(path: Path, rank: int, error: BaseException) -> None:
 
 
 def read_failures(paths: Iterable[Path]) -> list[Failure]:
-    """Returns the records that are there, the cause first."""
-    return sorted(Failure(**json.loads(path.read_text())["unisono"]) for path in paths if path.exists())
+    """Returns the records that are there, the cause first; one that is no record of ours says nothing."""
+    found = []
+    for path in paths:
+        # Elastic's own `record`, around the user's main function, writes to the same path in its own form.
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            found.append(Failure(**json.loads(path.read_text())["unisono"]))
+    return sorted(found)

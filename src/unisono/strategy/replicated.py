@@ -9,13 +9,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
 from unisono.comm.api import Collectives, Pending
 from unisono.errors import InputError
-from unisono.numerics.layout import BLOCK_ELEMENTS, FlatLayout
+from unisono.numerics.layout import BLOCK_ELEMENTS
 from unisono.numerics.tree import TreeAccumulator, roots
 from unisono.strategy.base import StepPlan, Strategy
 from unisono.strategy.flat import BUCKET_BYTES, ONE_SHOT_BYTES, FlatBuffer, FlatGroup
@@ -104,15 +103,6 @@ class ReplicatedStrategy(Strategy):
         self._partitions = [_Partition(group, self.comm, one_shot) for group in self.groups]
 
 
-@dataclass(frozen=True)
-class _Run:
-    """Neighbouring blocks of one length, measured in one call: `values` and `norms` say where they are."""
-
-    count: int
-    values: range
-    norms: range
-
-
 class _Partition:
     """Who owns what of a group: fixed until the parameters change, so worked out once."""
 
@@ -124,19 +114,6 @@ class _Partition:
             for bucket in self.buckets
         ]
         self.norms = [[layout.blocks_in(shard) for shard in shards] for shards in self.shards]
-        self.own_runs = [self._runs(layout, norms[comm.rank]) for norms in self.norms]
-
-    @staticmethod
-    def _runs(layout: FlatLayout, blocks: range) -> list[_Run]:
-        runs: list[_Run] = []
-        for index in blocks:
-            block, last = layout.blocks[index], runs[-1] if runs else None
-            if last and len(block) == BLOCK_ELEMENTS == len(last.values) // last.count:
-                values, norms = range(last.values.start, block.stop), range(last.norms.start, index + 1)
-                runs[-1] = _Run(last.count + 1, values, norms)
-            else:
-                runs.append(_Run(1, block, range(index, index + 1)))
-        return runs
 
 
 class _Reduction:
@@ -148,7 +125,7 @@ class _Reduction:
         self.nodes = [roots(block, plan.num_micro) for block in plan.blocks]
         # At least float32; a norm of float64 gradients stays float64, which torch refuses to narrow.
         norms_dtype = torch.promote_types(group.dtype, torch.float32)
-        self.norms = torch.zeros(len(group.layout.blocks), dtype=norms_dtype, device=group.device)
+        self.norms = torch.zeros(group.layout.num_blocks, dtype=norms_dtype, device=group.device)
         self.inboxes: list[list[list[torch.Tensor]]] = []
         self.pending: list[Pending] = [self._exchange(slot) for slot in range(len(partition.buckets))]
         self.target: FlatBuffer | None = None
@@ -178,7 +155,7 @@ class _Reduction:
                 out, value = _slice(self.target.flat, shard), self._add_up(slot, shard)
                 if total != 1.0 or out.data_ptr() != value.data_ptr():
                     torch.div(value, total, out=out)
-                self._measure(slot)
+                self._measure(shard, norms[self.comm.rank])
             if not self.partition.one_shot and self.comm.world_size > 1:
                 parts = [
                     [_slice(self.target.flat, s), _slice(self.norms, n)] for s, n in zip(shards, norms, strict=True)
@@ -194,12 +171,18 @@ class _Reduction:
                 tree.add_node(node, part)
         return tree.result()
 
-    def _measure(self, slot: int) -> None:
-        """Norms of this rank's blocks. Each row of a call is summed by itself, so runs cannot show."""
+    def _measure(self, shard: range, blocks: range) -> None:
+        """Norms of the shard's blocks. Each row of the call is summed by itself, so a boundary cannot show."""
         assert self.target is not None
-        for run in self.partition.own_runs[slot]:
-            rows = _slice(self.target.flat, run.values).view(run.count, -1)
-            _slice(self.norms, run.norms).copy_(torch.linalg.vector_norm(rows, dim=1, dtype=self.norms.dtype))
+        whole = len(shard) // BLOCK_ELEMENTS
+        middle = shard.start + whole * BLOCK_ELEMENTS
+        if whole:
+            rows = _slice(self.target.flat, range(shard.start, middle)).view(whole, BLOCK_ELEMENTS)
+            norms = _slice(self.norms, range(blocks.start, blocks.start + whole))
+            norms.copy_(torch.linalg.vector_norm(rows, dim=1, dtype=torch.float32))
+        if middle < shard.stop:
+            rest = _slice(self.target.flat, range(middle, shard.stop))
+            self.norms[blocks.stop - 1] = torch.linalg.vector_norm(rest, dtype=torch.float32)
 
     def result(self) -> tuple[FlatBuffer, torch.Tensor]:
         """Waits for the others' shards; returns the whole gradient and its blocks' norms."""
