@@ -77,7 +77,9 @@ class ThreadWorld:
         assert sender.verb == receiver.verb, f"call {call}: rank {frm} {sender.verb}, rank {to} {receiver.verb}"
         sent, wanted = sender.sends[to], receiver.receives[frm]
         shapes = [[(part.numel(), part.dtype) for part in parts if part.numel()] for parts in (sent, wanted)]
-        assert shapes[0] == shapes[1], f"{sender.verb}, call {call}: rank {frm} sends {shapes[0]}, {to} takes {shapes[1]}"
+        assert shapes[0] == shapes[1], (
+            f"{sender.verb}, call {call}: rank {frm} sends {shapes[0]}, {to} takes {shapes[1]}"
+        )
         for source, target in zip(
             (part for part in sent if part.numel()), (part for part in wanted if part.numel()), strict=True
         ):

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TextIO
 
-from unisono.errors import UnisonoError
+from unisono.errors import Interrupted, UnisonoError
 from unisono.launch.environment import Place
 from unisono.launch.failure import write_failure
 
@@ -50,7 +50,9 @@ def rank_log(folder: Path | None, rank: int) -> Iterator[TextIO | None]:
             sys.stdout, sys.stderr = Tee(sys.stdout, log), Tee(sys.stderr, log)
         try:
             yield log
-        except BaseException:
+        except Interrupted:
+            raise
+        except Exception:
             traceback.print_exc(file=log)
             raise
         finally:

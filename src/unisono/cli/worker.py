@@ -52,10 +52,10 @@ def train_recipe(job: RecipeJob, place: Place) -> None:
     from unisono.run import open_run
     from unisono.trainer import Trainer
 
-    loaded = job.load()
     folder = place.run_dir / "logs" if place.run_dir else None
     terminal = sys.stderr
     with contextlib.redirect_stdout(terminal), rank_log(folder, place.rank) as log:
+        loaded = job.load()
         recipe = loaded.recipe
         run = open_run(place, seed=recipe.seed, threads=recipe.threads, strategy=job.strategy)
         trainer = Trainer(recipe, run, num_workers=job.num_workers)

@@ -12,7 +12,6 @@ import contextlib
 import json
 import time
 from collections.abc import Iterator, Sequence
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -83,26 +82,32 @@ class C10dCollectives:
         return found
 
     def barrier(self, what: str = "barrier") -> None:
-        """Through the store, which knows who has come: a device's own barrier cannot name the missing."""
+        """Through the store, which knows who has come, and who will not: a device's own barrier names nobody."""
         self._barriers += 1
         keys = [f"barrier/{self._barriers}/{rank}" for rank in range(self.world_size)]
-        self._store.set(keys[self.rank], what)
-        deadline = time.monotonic() + self.timeout_s
+        started, pause_s = time.monotonic(), 0.001
         try:
-            for key in keys:
-                self._store.wait([key], timedelta(seconds=max(0.001, deadline - time.monotonic())))
+            self._store.set(keys[self.rank], what)
+            while not self._store.check(keys):
+                if time.monotonic() - started > self.timeout_s:
+                    raise CommError(f"rank {self.rank} waited {self.timeout_s:g} s in {what}{self._missing(keys)}")
+                if self._stopped():
+                    raise CommError(f"rank {self.rank} waits in {what} for nothing{self._news()}")
+                time.sleep(pause_s)
+                pause_s = min(2 * pause_s, 0.1)
+            if self._barriers > 1:  # everyone is here, so everyone has left the one before
+                self._store.delete_key(f"barrier/{self._barriers - 1}/{self.rank}")
         except RuntimeError as error:
-            with contextlib.suppress(Exception):
-                self._post(what)
-            raise CommError(f"rank {self.rank} waited {self.timeout_s:g} s in {what}{self._missing(keys)}") from error
-        if self._barriers > 1:  # everyone is here, so everyone has left the one before
-            self._store.delete_key(f"barrier/{self._barriers - 1}/{self.rank}")
+            raise CommError(
+                f"rank {self.rank} lost the job's store in {what}: rank 0 or the launcher is gone"
+            ) from error
+
+    def _stopped(self) -> list[int]:
+        """Ranks that have said that they failed."""
+        return [rank for rank in range(self.world_size) if self._store.check([f"stopped/{rank}"])]
 
     def _missing(self, keys: Sequence[str]) -> str:
-        try:
-            missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
-        except Exception:
-            return "; the job's store is gone, so the job has ended"
+        missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
         return f"; missing: rank {', '.join(map(str, missing))}{self._news()}. Every rank must call it"
 
     def abort(self) -> None:

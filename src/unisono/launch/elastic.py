@@ -99,8 +99,7 @@ def launch(job: Job) -> None:
             "MKL_NUM_THREADS": str(job.threads),
         }
         os.environ.update(environment)
-        # Elastic reports each failure in a banner of its own; we print the cause ourselves, once.
-        logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+        _quieten_elastic()
         config = LaunchConfig(
             min_nodes=1,
             max_nodes=1,
@@ -121,6 +120,13 @@ def launch(job: Job) -> None:
             raise RanksFailed(sorted(found + _silent(error, {failure.rank for failure in found}))) from None
         except SignalException:
             raise Signalled("interrupted") from None
+
+
+def _quieten_elastic() -> None:
+    """Elastic reports each failure and signal in its own words; we print the cause ourselves, once."""
+    for name in [*logging.root.manager.loggerDict]:  # some of its loggers have a level of their own
+        if name.startswith("torch.distributed.elastic"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
 
 
 def _silent(error: ChildFailedError, told: set[int]) -> list[Failure]:

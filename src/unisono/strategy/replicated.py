@@ -179,10 +179,10 @@ class _Reduction:
         if whole:
             rows = _slice(self.target.flat, range(shard.start, middle)).view(whole, BLOCK_ELEMENTS)
             norms = _slice(self.norms, range(blocks.start, blocks.start + whole))
-            norms.copy_(torch.linalg.vector_norm(rows, dim=1, dtype=torch.float32))
+            norms.copy_(torch.linalg.vector_norm(rows, dim=1, dtype=self.norms.dtype))
         if middle < shard.stop:
             rest = _slice(self.target.flat, range(middle, shard.stop))
-            self.norms[blocks.stop - 1] = torch.linalg.vector_norm(rest, dtype=torch.float32)
+            self.norms[blocks.stop - 1] = torch.linalg.vector_norm(rest, dtype=self.norms.dtype)
 
     def result(self) -> tuple[FlatBuffer, torch.Tensor]:
         """Waits for the others' shards; returns the whole gradient and its blocks' norms."""

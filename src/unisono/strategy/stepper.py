@@ -164,8 +164,7 @@ class Stepper:
         if self._buffers is None:
             self._buffers = ModelBuffers(self.comm, self._models)
         self._buffers.begin_micro_batch()
-        if not micro.shadow:
-            self._values.begin_micro_batch()
+        self._values.begin_micro_batch()
         self._seed(micro)
 
     def _seed(self, micro: MicroBatch) -> None:
@@ -218,7 +217,7 @@ class Stepper:
 
     def log(self, values: dict[str, Any]) -> None:
         """Notes values of the present micro-batch."""
-        if self.micro is not None and not self.micro.shadow and not self._done:
+        if self.micro is not None and not self._done:
             self._values.log(values)
 
     def where(self) -> str:
@@ -385,8 +384,7 @@ class Stepper:
 
     def _tell(self, waiting: _Waiting, ranks: Sequence[RankStep]) -> None:
         names = waiting.values.names
-        spoken = {rank.names for rank, count in zip(ranks, waiting.counts, strict=True) if count}
-        if len(spoken) > 1:
+        if len({rank.names for rank in ranks}) > 1:
             raise InputError(
                 f"ranks log values of different names (rank {self.comm.rank}: {names}): log the same on every rank"
             )
