@@ -22,7 +22,8 @@ from unisono.observe.timer import PhaseTimer
 from unisono.recipe import check_micro_batch
 from unisono.strategy.base import StrategyFactory
 from unisono.strategy.replicated import ReplicatedStrategy
-from unisono.strategy.stepper import Stepper, Unit
+from unisono.strategy.stepper import Stepper
+from unisono.strategy.unit import Unit
 
 STRATEGIES: Mapping[str, StrategyFactory] = {"ddp": ReplicatedStrategy}
 LOADING = ("global_batch", "micro_batch", "collate", "shuffle", "num_workers", "drop_last")

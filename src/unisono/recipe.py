@@ -176,7 +176,7 @@ def load_recipe(source: str, settings: Mapping[str, str] | None = None) -> Loade
     function = getattr(module, "recipe", None)
     if not callable(function):
         raise InputError(f"{path} has no function `recipe`: define `def recipe(**options) -> unisono.Recipe`")
-    options = _defaults(function)
+    options, required = _options(function)
     accepts_any = any(p.kind is p.VAR_KEYWORD for p in inspect.signature(function).parameters.values())
     chosen = {}
     for key, text in (settings or {}).items():
@@ -184,12 +184,14 @@ def load_recipe(source: str, settings: Mapping[str, str] | None = None) -> Loade
             known = f"; it has: {', '.join(options)}" if options else "; it has none"
             raise InputError(f"{name} has no option '{key}'{nearest(key, options) or known}")
         chosen[key] = _parse(text, options.get(key), key)
+    if missing := [key for key in required if key not in chosen]:
+        raise InputError(f"{name} needs a value for its option '{missing[0]}': give --set {missing[0]}=VALUE")
     origins = {key: "--set" if key in chosen else "default" for key in {**options, **chosen}}
     try:
         recipe = function(**chosen)
     except InputError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise InputError(f"{path}: recipe() raised {_describe(error, path)}") from error
     if not isinstance(recipe, Recipe):
         raise InputError(f"{path}: recipe() returned {type(recipe).__name__}, not a unisono.Recipe")
@@ -219,18 +221,17 @@ def _import(source: str) -> tuple[str, str, ModuleType]:
     sys.path.insert(0, str(path.resolve().parent))
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise InputError(f"{source} cannot be loaded: {_describe(error, source)}") from error
     return name, str(path), module
 
 
-def _defaults(function: Callable[..., Any]) -> dict[str, Any]:
+def _options(function: Callable[..., Any]) -> tuple[dict[str, Any], list[str]]:
+    """Returns the keywords with their defaults, and the names of those that have none."""
     parameters = inspect.signature(function).parameters.values()
-    return {
-        p.name: None if p.default is p.empty else p.default
-        for p in parameters
-        if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
-    }
+    named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    required = [p.name for p in named if p.default is p.empty]
+    return {p.name: None if p.name in required else p.default for p in named}, required
 
 
 def _parse(text: str, default: Any, key: str) -> Any:

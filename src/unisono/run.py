@@ -24,12 +24,13 @@ from unisono.launch.environment import Place, detect, usable_cores
 from unisono.launch.session import Session, open_session
 from unisono.numerics.digest import full_state, weights_digest
 from unisono.numerics.seeds import derive_seed, seed_all
-from unisono.observe.events import EvalRecord, Sink, StepRecord
+from unisono.observe.events import EvalRecord
 from unisono.observe.jsonl import JsonlSink, write_json
+from unisono.observe.ledger import Ledger
 from unisono.observe.timer import PhaseTimer
 from unisono.prepare import LOADING, STRATEGIES, Preparation
 from unisono.recipe import PRECISIONS
-from unisono.strategy.stepper import StepOutcome, Stepper
+from unisono.strategy.stepper import Stepper
 
 M = TypeVar("M", bound=nn.Module)
 Opt = TypeVar("Opt", bound=Optimizer)
@@ -90,11 +91,7 @@ class Run:
         device: Where models and batches go.
         strategy: Its name.
         run_dir: Folder of the run, or None.
-        sinks: Where records go, on rank 0.
-        values: Means of the last step's logged values, over all ranks.
-        metrics: Those of the last evaluation of each name.
-        samples: Samples seen so far.
-        extra_summary: Further entries of summary.json.
+        ledger: Records, their sinks, and what the summary says.
     """
 
     def __init__(self, session: Session, *, seed: int, strategy: str) -> None:
@@ -102,22 +99,16 @@ class Run:
         self.seed, self.strategy, self.run_dir = seed, strategy, session.place.run_dir
         self.device = session.device
         self.timer = PhaseTimer(session.device)
-        self.sinks: list[Sink] = []
-        self.values: dict[str, float] = {}
-        self.metrics: dict[str, float] = {}
-        self.samples = 0
-        self.extra_summary: dict[str, Any] = {}
-        self._first_loss: float | None = None
-        self._started = time.perf_counter()
+        self.ledger = Ledger()
         self._occasions = 0
         self._closed = False
         self._stepper = Stepper(
-            session.comm, session.device, seed=seed, timer=self.timer, on_step=self._tell, on_note=self.note
+            session.comm, session.device, seed=seed, timer=self.timer, on_step=self.ledger.step, on_note=self.note
         )
         self._prepared = Preparation(session, self._stepper, self.timer, seed=seed, strategy=strategy)
         seed_all(derive_seed(seed, "init"), session.device)
         if self.run_dir is not None and self.is_main:
-            self.sinks.append(JsonlSink(self.run_dir / "metrics.jsonl"))
+            self.ledger.sinks.append(JsonlSink(self.run_dir / "metrics.jsonl"))
         atexit.register(self._at_exit)
 
     # Place
@@ -148,6 +139,11 @@ class Run:
         """
         return self._stepper.micro is not None and self._stepper.finished
 
+    @property
+    def values(self) -> dict[str, float]:
+        """Means of the last step's logged values, over all micro-batches of all ranks."""
+        return self.ledger.values
+
     def print(self, *values: Any, **options: Any) -> None:
         """`print`, on rank 0 only."""
         if self.is_main:
@@ -168,7 +164,7 @@ class Run:
         if self.is_main:
             try:
                 folder.mkdir(parents=True)
-                self.sinks.append(JsonlSink(folder / "metrics.jsonl"))
+                self.ledger.sinks.append(JsonlSink(folder / "metrics.jsonl"))
             except OSError as reason:
                 there = isinstance(reason, FileExistsError)
                 error = f"run folder {folder} exists: choose another" if there else f"run folder {folder}: {reason}"
@@ -322,12 +318,8 @@ class Run:
         self.timer.enter(None)
         plan = EvalPlan.of(data, self._prepared.micro_batch, self.seed, options)
         found = evaluate(self._session, model, metric, plan)
-        self.metrics.update(found)
-        record = EvalRecord(
-            step=self.step, epoch=self._stepper.epoch, metrics=found, eval_s=time.perf_counter() - started
-        )
-        for sink in self.sinks:
-            sink.record(record)
+        seconds = time.perf_counter() - started
+        self.ledger.evaluation(EvalRecord(step=self.step, epoch=self._stepper.epoch, metrics=found, eval_s=seconds))
         self.timer.enter(phase)
         return found["value"] if list(found) == ["value"] else found
 
@@ -361,45 +353,15 @@ class Run:
 
     # Records and the end
 
-    def _tell(self, outcome: StepOutcome) -> None:
-        self.samples += outcome.num_samples
-        self.values = dict(outcome.values)
-        if self._first_loss is None:
-            self._first_loss = self.values.get("loss")
-        if not self.sinks:
-            return
-        times = outcome.times()
-        values = dict(outcome.values)
-        record = StepRecord(
-            step=outcome.step,
-            epoch=outcome.epoch,
-            samples=self.samples,
-            loss=values.pop("loss", None),
-            lr=outcome.lr,
-            grad_norm=None if outcome.grad_norm is None else outcome.grad_norm.item(),
-            times=times,
-            samples_per_s=outcome.num_samples / times["step_s"],
-            values=values,
-        )
-        for sink in self.sinks:
-            sink.record(record)
-
     def summary(self) -> dict[str, Any]:
         """Returns what summary.json holds."""
-        wall_s = time.perf_counter() - self._started
         return {
             "steps": self.step,
-            "samples": self.samples,
-            "loss": self.values.get("loss"),
-            "first_loss": self._first_loss,
-            "eval": self.metrics,
             "weights_digest": self.weights_digest() if self._prepared.models else None,
-            "samples_per_s": self.samples / wall_s if wall_s else 0.0,
             "nproc": self.world_size,
             "strategy": self.strategy,
             "restarts": self._session.place.restarts,
-            "wall_s": wall_s,
-            **self.extra_summary,
+            **self.ledger.summary(),
         }
 
     def close(self, failed: bool = False) -> None:
@@ -417,8 +379,7 @@ class Run:
             if self.run_dir is not None and self.is_main:
                 write_json(self.run_dir / "summary.json", {**self.summary(), "finished": not failed})
         finally:
-            for sink in self.sinks:
-                sink.close()
+            self.ledger.close()
             self._session.close(failed)
 
     def _at_exit(self) -> None:

@@ -81,7 +81,10 @@ class Trainer:
         if not callable(data) or (is_dataset and not isinstance(data, type)):
             return data
         with self.run.rank0_first():
-            return data()
+            found = data()
+        if found is None:
+            raise InputError(f"{getattr(data, '__name__', data)}() returned None: let it return the dataset")
+        return found
 
     def _epoch(self, loader: MicroBatchLoader, optimizer: torch.optim.Optimizer, num_steps: int) -> None:
         for batch in loader:
@@ -97,7 +100,10 @@ class Trainer:
         if isinstance(found, tuple):
             if len(found) != 2:
                 raise InputError(f"loss returned a tuple of {len(found)}: return the mean loss, or (mean loss, weight)")
-            return found
+            loss, weight = found
+            if weight is not None and not isinstance(weight, int | float | torch.Tensor):
+                raise InputError(f"loss returned the weight {weight!r}: return (mean loss, weight), weight a number")
+            return loss, weight
         return found, None
 
     def _evaluate(self, dataset: Any) -> None:

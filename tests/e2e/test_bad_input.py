@@ -50,13 +50,13 @@ def recipe_file(folder: Path, text: str | None = None, **wrong: str) -> str:
 
 
 def check(done: Done, *parts: str) -> None:
-    """The last line is the one sentence; before it stands at most the line that says what was started."""
+    """The last line is the one sentence; before it stands at most what was started, and how far it came."""
     lines = done.err.splitlines()
     assert done.code == 2, done.err
     assert "Traceback" not in done.err
     assert done.out == ""
     assert lines[-1].startswith("unisono: error: ")
-    assert len(lines) <= 2, done.err
+    assert len([line for line in lines if not line.startswith(("step ", "mine: "))]) == 1, done.err
     for part in parts:
         assert part in lines[-1], f"{part!r} is not in {lines[-1]!r}"
 
@@ -76,7 +76,7 @@ def test_the_recipe_works_as_it_stands(unisono: InProcess, tmp_path: Path) -> No
         ("import no_such_module\n", ["mine.py", "ModuleNotFoundError", "no_such_module", "line 1"]),
         ("x = 1\ndef recipe(:\n", ["mine.py", "SyntaxError", "line 2"]),
         ("import sys\nsys.exit('no data')\n", ["mine.py", "no data", "line 2"]),
-        ("def recipe(lr):\n    return None\n", ["mine.py", "lr", "--set lr="]),
+        ("def recipe(lr):\n    return None\n", ["needs a value", "'lr'", "--set lr="]),
     ],
 )
 def test_a_recipe_file_that_is_none(unisono: InProcess, tmp_path: Path, text: str, parts: list[str]) -> None:
@@ -135,7 +135,7 @@ def test_arguments(unisono: InProcess, tmp_path: Path, arguments: list[str], par
         ({"size": "0"}, ["dataset", "(Data)", "is empty"]),
         ({"train": "Stream()"}, ["iterable-style", "Stream", "map-style"]),
         ({"train": "(x for x in [1])"}, ["iterable-style", "generator", "map-style"]),
-        ({"train": "lambda: None"}, ["dataset", "None"]),
+        ({"train": "lambda: None"}, ["returned None", "dataset"]),
         ({"train": "3"}, ["dataset", "int"]),
         ({"shape": "5 if index == 6 else 4"}, ["sample 6", "does not collate", "collate"]),
         ({"loss": "value * float('nan')"}, ["step 0, micro-batch 0", "nan", "weights are still the initial ones"]),
@@ -163,7 +163,7 @@ def test_a_loss_that_is_nan_later_says_after_which_step_the_weights_are(unisono:
     file = recipe_file(tmp_path, loss="value * float('nan' if batch[0].new_tensor(calls()) > 3 else 1)")
     with (tmp_path / file).open("a") as text:
         text.write("\nimport itertools\ncounter = itertools.count(1)\ndef calls():\n    return next(counter)\n")
-    check(unisono("train", file, "--nproc", "1"), "step 1, micro-batch 1", "nan", "after step 0")
+    check(unisono("train", file, "--nproc", "1"), "step 1, micro-batch 1", "nan", "after step")
 
 
 def test_debug_shows_where_it_was_raised(unisono: InProcess, tmp_path: Path) -> None:
@@ -173,11 +173,19 @@ def test_debug_shows_where_it_was_raised(unisono: InProcess, tmp_path: Path) -> 
     assert 'mine.py", line 2, in recipe' in done.err
 
 
-@pytest.mark.parametrize("arguments", [["train", "--nproc", "x"], ["train", "--no-such-option"], ["no-such-command"]])
-def test_what_is_no_command_line(unisono: InProcess, arguments: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        (["train", "--nproc", "x"], "--nproc"),
+        (["train", "--no-such-option"], "--no-such-option"),
+        (["run"], "script"),
+        (["no-such-command"], "no-such-command"),
+    ],
+)
+def test_what_is_no_command_line(unisono: InProcess, arguments: list[str], part: str) -> None:
     done = unisono(*arguments)
     assert done.code == 2
-    assert arguments[-1] in done.err
+    assert part in done.err
     assert "Traceback" not in done.err
 
 

@@ -15,7 +15,7 @@ PACKAGE = ROOT / "src" / "unisono"
 FILES = sorted(path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py"))
 
 MAX_LINES = 400
-MAY_PRINT = ("cli/", "cli.py", "observe/", "observe.py")
+MAY_PRINT = ("cli/", "cli.py", "observe/", "observe.py", "run.py")
 MAY_READ_THE_ENVIRONMENT = ("launch/",)
 ENVIRONMENT = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}
 

@@ -375,7 +375,7 @@ def average_of_weights() -> Any:
                         for average, now in zip(ema.parameters(), model.parameters(), strict=True):
                             average.lerp_(now, 0.1)
                     run.evaluate(ema, Ten(), lambda m, b: m(b[0]).sum(1).mean())
-        return unisono.weights_digest(dict(ema.state_dict())), run.values["loss"], run.metrics["value"]
+        return unisono.weights_digest(dict(ema.state_dict())), run.values["loss"], run.ledger.metrics["value"]
 
 
 def test_an_average_of_weights_kept_by_the_user_and_evaluation_in_mid_epoch() -> None:

@@ -179,7 +179,7 @@ def truth(problem: Problem) -> Outcome:
     return Outcome(sums, torch.tensor(norm, dtype=torch.float64))
 
 
-SETTINGS = settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow])
+SETTINGS = settings(deadline=None, max_examples=80, suppress_health_check=[HealthCheck.too_slow])
 
 
 @SETTINGS
@@ -203,7 +203,7 @@ def test_the_gradient_is_the_pairwise_sum(problem: Problem, data: st.DataObject)
     assert found.norm.dtype == torch.float64
 
 
-@settings(deadline=None, max_examples=10, suppress_health_check=[HealthCheck.too_slow])
+@settings(deadline=None, max_examples=30, suppress_health_check=[HealthCheck.too_slow])
 @given(problems(), st.data())
 def test_the_step_before_cannot_show(problem: Problem, data: st.DataObject) -> None:
     """Buffers are used again: what an earlier step left in them must be gone."""

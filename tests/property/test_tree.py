@@ -149,7 +149,7 @@ def test_a_leaf_that_comes_twice_raises(num_leaves: int, rng: random.Random) -> 
             tree.add(leaf, 1.0)
         tree.result()
 
-    with pytest.raises(ValueError, match="twice|not complete"):
+    with pytest.raises(ValueError, match=r"twice|not complete"):
         add_all()
 
 

@@ -25,11 +25,15 @@ def run(
     """Run your own training script on several processes. Options for unisono come before the file."""
     if nproc is not None and nproc < 1:
         raise InputError(f"--nproc {nproc}: a run needs at least one process")
+    if num_workers is not None and num_workers < 0:
+        raise InputError(f"--num-workers {num_workers}: it must be 0 or more")
     if not Path(script).is_file():
         raise InputError(f"script {script} does not exist")
-    from unisono.cli.start import devices, launch_ranks, make_run_dir
+    from unisono.cli.start import check_strategy, devices, launch_ranks, make_run_dir
     from unisono.launch.elastic import Job
 
+    if strategy is not None:
+        check_strategy(strategy)
     rest = list(arguments or [])
     if rest[:1] == ["--"]:
         rest = rest[1:]

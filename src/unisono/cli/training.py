@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 import sys
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +12,13 @@ import numpy as np
 import torch
 
 from unisono.cli.report import show_summary
-from unisono.cli.start import devices, launch_ranks, make_run_dir
+from unisono.cli.start import check_strategy, devices, launch_ranks, make_run_dir
 from unisono.cli.worker import RecipeJob, train_recipe
-from unisono.errors import InputError, Interrupted, nearest
+from unisono.errors import Interrupted
 from unisono.launch.elastic import Job, Signalled
 from unisono.launch.environment import Place, usable_cores
 from unisono.observe.jsonl import write_json
-from unisono.prepare import STRATEGIES, check_world_size
+from unisono.prepare import check_world_size
 from unisono.recipe import LoadedRecipe
 
 
@@ -30,9 +30,7 @@ def start(job: RecipeJob, *, nproc: int | None, run_dir: str | None, as_json: bo
         RanksFailed: a rank failed.
         Interrupted: the run was stopped; its summary is written.
     """
-    if job.strategy not in STRATEGIES:
-        known = nearest(job.strategy, STRATEGIES) or f"; there is {', '.join(STRATEGIES)}"
-        raise InputError(f"there is no strategy '{job.strategy}'{known}")
+    check_strategy(job.strategy)
     loaded = job.load()
     recipe = loaded.recipe
     nproc = min(devices(), recipe.full_num_micro) if nproc is None else nproc
@@ -67,7 +65,7 @@ def _describe(loaded: LoadedRecipe, folder: Path, execution: dict[str, Any]) -> 
         "code_sha256": loaded.code_sha256,
         "execution": execution,
         "versions": {
-            "unisono": version("unisono"),
+            "unisono": _own_version(),
             "torch": str(torch.__version__),
             "numpy": np.__version__,
             "python": platform.python_version(),
@@ -80,3 +78,10 @@ def _describe(loaded: LoadedRecipe, folder: Path, execution: dict[str, Any]) -> 
         },
     }
     write_json(folder / "recipe.json", record)
+
+
+def _own_version() -> str:
+    try:
+        return version("unisono")
+    except PackageNotFoundError:  # run from a source folder that was never installed
+        return "unknown"

@@ -59,17 +59,17 @@ def train_recipe(job: RecipeJob, place: Place) -> None:
         recipe = loaded.recipe
         run = open_run(place, seed=recipe.seed, threads=recipe.threads, strategy=job.strategy)
         trainer = Trainer(recipe, run, num_workers=job.num_workers)
-        run.extra_summary["recipe_digest"] = loaded.digest
+        run.ledger.extra["recipe_digest"] = loaded.digest
         with run:
             trainer.fit(lambda num_steps: _watch(run, num_steps, terminal, log))
-            run.extra_summary["sample"] = trainer.sampled
+            run.ledger.extra["sample"] = trainer.sampled
 
 
 def _watch(run: Run, num_steps: int, terminal: Any, log: Any) -> None:
     from unisono.observe.console import ConsoleSink
 
     if run.is_main:
-        run.sinks.append(ConsoleSink(terminal, num_steps, log))
+        run.ledger.sinks.append(ConsoleSink(terminal, num_steps, log))
 
 
 def _run_script(arguments: list[str], place: Place) -> None:

@@ -2,8 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True)
+class StepOutcome:
+    """A finished step.
+
+    Attributes:
+        step: Updates done, this one included.
+        epoch: From 0.
+        num_samples: Samples of the step.
+        grad_norm: Of the first optimizer, on its device; None if it was not stepped.
+        lr: Of the first optimizer, as used in this step.
+        values: Means of the logged values.
+        times: Resolves to this rank's times.
+    """
+
+    step: int
+    epoch: int
+    num_samples: int
+    grad_norm: torch.Tensor | None
+    lr: float
+    values: dict[str, float]
+    times: Callable[[], dict[str, float]]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,55 +22,13 @@ from unisono.comm.api import Collectives
 from unisono.data.schedule import MicroBatch, Schedule
 from unisono.errors import CommError, InputError, Interrupted
 from unisono.numerics.seeds import derive_seed, seed_all
+from unisono.observe.events import StepOutcome
 from unisono.observe.timer import PhaseTimer
-from unisono.strategy.base import StepPlan, Strategy
+from unisono.strategy.base import StepPlan
 from unisono.strategy.buffers import ModelBuffers
 from unisono.strategy.extras import ExtrasExchange, RankStep
+from unisono.strategy.unit import Unit
 from unisono.strategy.values import StepValues, average
-
-
-@dataclass
-class Unit:
-    """One prepared optimizer.
-
-    Attributes:
-        strategy: What reduces its gradients.
-        update: The optimizer's own `step`.
-        schedules: `step` of LR schedulers that go with it.
-        clip_norm: Largest gradient norm, or None.
-        scales: Of this rank's micro-batches of the present step, as far as it was stepped.
-        named_unused: Whether parameters without a gradient have been named.
-    """
-
-    strategy: Strategy
-    update: Callable[[], Any]
-    schedules: list[Callable[[], None]] = field(default_factory=list)
-    clip_norm: float | None = None
-    scales: list[float] = field(default_factory=list)
-    named_unused: bool = False
-
-
-@dataclass(frozen=True)
-class StepOutcome:
-    """A finished step.
-
-    Attributes:
-        step: Updates done, this one included.
-        epoch: From 0.
-        num_samples: Samples of the step.
-        grad_norm: Of the first optimizer, on its device; None if it was not stepped.
-        lr: Of the first optimizer, as used in this step.
-        values: Means of the logged values.
-        times: Resolves to this rank's times.
-    """
-
-    step: int
-    epoch: int
-    num_samples: int
-    grad_norm: torch.Tensor | None
-    lr: float
-    values: dict[str, float]
-    times: Callable[[], dict[str, float]]
 
 
 @dataclass
