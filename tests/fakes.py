@@ -9,6 +9,7 @@ from __future__ import annotations
 import pickle
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,6 +19,7 @@ import torch
 from unisono.errors import CommError
 
 Lists = Sequence[Sequence[torch.Tensor]]
+Call = tuple[int, int]  # (channel, number within it)
 
 
 @dataclass
@@ -36,11 +38,11 @@ class ThreadWorld:
     def __init__(self, world_size: int, timeout_s: float = 20.0) -> None:
         self.world_size, self.timeout_s = world_size, timeout_s
         self.changed = threading.Condition()
-        self.posted: dict[tuple[int, int], _Posted] = {}  # by (call, rank)
-        self.delivered: set[tuple[int, int, int]] = set()  # (call, from, to)
+        self.posted: dict[tuple[Call, int], _Posted] = {}  # by call and rank
+        self.delivered: set[tuple[Call, int, int]] = set()  # call, from, to
         self.aborted_by: int | None = None
 
-    def post(self, call: int, rank: int, posted: _Posted) -> None:
+    def post(self, call: Call, rank: int, posted: _Posted) -> None:
         posted.before = [[_bytes(part) for part in parts] for parts in posted.sends]
         for peer, parts in enumerate(posted.receives):
             for part in parts if peer != rank else ():
@@ -49,7 +51,7 @@ class ThreadWorld:
             self.posted[call, rank] = posted
             self.changed.notify_all()
 
-    def finish(self, call: int, rank: int) -> None:
+    def finish(self, call: Call, rank: int) -> None:
         """Waits until all that `rank` sends and receives in `call` has arrived."""
         deadline = time.monotonic() + self.timeout_s
         peers = [peer for peer in range(self.world_size) if peer != rank]
@@ -69,7 +71,7 @@ class ThreadWorld:
         now = [[_bytes(part) for part in parts] for parts in mine.sends]
         assert now == mine.before, f"rank {rank} overwrote what it was sending in {mine.verb}, call {call}"
 
-    def _deliver(self, call: int, frm: int, to: int) -> None:
+    def _deliver(self, call: Call, frm: int, to: int) -> None:
         if (call, frm, to) in self.delivered:
             return
         self.delivered.add((call, frm, to))
@@ -94,7 +96,7 @@ class ThreadWorld:
 
 
 class _Pending:
-    def __init__(self, world: ThreadWorld, call: int, rank: int) -> None:
+    def __init__(self, world: ThreadWorld, call: Call, rank: int) -> None:
         self._world, self._call, self._rank = world, call, rank
         self._done = False
 
@@ -109,18 +111,19 @@ class ThreadCollectives:
 
     def __init__(self, world: ThreadWorld, rank: int) -> None:
         self.world, self.rank, self.world_size = world, rank, world.world_size
-        self._calls = 0
+        self._calls: Counter[int] = Counter()
 
-    def _start(self, verb: str, sends: Lists, receives: Lists) -> _Pending:
-        self._calls += 1
-        self.world.post(self._calls, self.rank, _Posted(verb, sends, receives))
-        return _Pending(self.world, self._calls, self.rank)
+    def _start(self, verb: str, sends: Lists, receives: Lists, channel: int = -1) -> _Pending:
+        self._calls[channel] += 1
+        call = (channel, self._calls[channel])
+        self.world.post(call, self.rank, _Posted(verb, sends, receives))
+        return _Pending(self.world, call, self.rank)
 
-    def exchange_shards(self, sends: Lists, receives: Lists) -> _Pending:
-        return self._start("exchange_shards", sends, receives)
+    def exchange_shards(self, sends: Lists, receives: Lists, channel: int = 0) -> _Pending:
+        return self._start("exchange_shards", sends, receives, channel)
 
-    def all_gather(self, parts: Lists) -> _Pending:
-        return self._start("all_gather", [parts[self.rank]] * self.world_size, parts)
+    def all_gather(self, parts: Lists, channel: int = 0) -> _Pending:
+        return self._start("all_gather", [parts[self.rank]] * self.world_size, parts, channel)
 
     def broadcast(self, tensors: Sequence[torch.Tensor], src: int = 0) -> None:
         nothing: Lists = [[]] * self.world_size

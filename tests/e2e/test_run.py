@@ -25,7 +25,7 @@ args = parser.parse_args()
 
 run = unisono.init(seed=3, timeout_s=60)
 model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.2), nn.Linear(8, 2))
-before = unisono.weights_digest(model)
+before = unisono.weights_digest(model.state_dict())
 optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
 model, optimizer, loader = run.prepare(model, optimizer, Data(), global_batch=6, micro_batch=2)
 for epoch in run.epochs(2):
@@ -122,7 +122,9 @@ def test_exit_codes(tmp_path: Path, script: str, code: int, said: str | None) ->
 
 def test_a_rank_that_exits_in_mid_run_ends_the_job(tmp_path: Path) -> None:
     text = SCRIPT.replace("        optimizer.zero_grad()\n", "        optimizer.zero_grad()\n        leave()\n")
-    text = text.replace("run = unisono.init", "def leave():\n    if run.rank == 1 and run.step == 2: sys.exit(3)\nrun = unisono.init")
+    text = text.replace(
+        "run = unisono.init", "def leave():\n    if run.rank == 1 and run.step == 2: sys.exit(3)\nrun = unisono.init"
+    )
     (tmp_path / "train.py").write_text(text)
     (tmp_path / "neighbour.py").write_text(NEIGHBOUR)
     began = time.monotonic()

@@ -51,9 +51,7 @@ ALL = [pair for pair in itertools.product((1, 2, 3, 4), (0, 2)) if pair not in F
 @pytest.mark.parametrize(
     ("nproc", "num_workers"), [*FAST, *(pytest.param(*pair, marks=pytest.mark.slow) for pair in ALL)]
 )
-def test_one_digest_for_the_digits(
-    alone: tuple[Done, Path], tmp_path: Path, nproc: int, num_workers: int
-) -> None:
+def test_one_digest_for_the_digits(alone: tuple[Done, Path], tmp_path: Path, nproc: int, num_workers: int) -> None:
     options = ["--nproc", str(nproc), "--num-workers", str(num_workers), "--run-dir", "mine"]
     summary = run([*DIGITS, *options], tmp_path).summary
     expected = alone[0].summary

@@ -320,6 +320,37 @@ def test_an_update_decided_by_a_local_index_is_refused(world_size: int) -> None:
     assert "run.step" in str(outcomes[0].error)
 
 
+def train_with_two_backwards(late_weight: bool) -> Any:
+    with unisono.init() as run:
+        model = nn.Sequential(nn.Linear(3, 64), nn.ReLU(), nn.Linear(64, 70), nn.ReLU(), nn.Linear(70, 2))
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+        _, _, loader = run.prepare(model, optimizer, Ten(), global_batch=4, micro_batch=1)
+        strategy = run._stepper.units[0].strategy
+        strategy._bucket_bytes, strategy._one_shot_bytes = 1, 0  # many buckets, so that some are sent early
+        resends = []
+        resend = strategy.resend
+        strategy.resend = lambda plan: (resends.append(run.step), resend(plan))
+        for x, label in loader:
+            model(x).square().mean().backward()
+            if label.item() == 3:  # on one rank, in one step
+                model(-x).abs().mean().backward()
+            if late_weight and label.item() == 5:
+                run._stepper.set_weight(2.5)
+            optimizer.step()
+            optimizer.zero_grad()
+        return run.weights_digest(), len(resends)
+
+
+@pytest.mark.parametrize("late_weight", [False, True])
+def test_a_gradient_that_changes_after_it_was_sent_is_sent_again(late_weight: bool) -> None:
+    digest, resends = run_world(1, train_with_two_backwards, late_weight)[0]
+    assert resends == 0
+    for world_size in (2, 4):
+        for found in run_world(world_size, train_with_two_backwards, late_weight):
+            assert found[0] == digest
+    assert found[1] >= 1, "at W = 4 a micro-batch was sent early, and had to be sent again"
+
+
 def loader_forms(form: str) -> Any:
     with unisono.init() as run:
         model = nn.Linear(3, 2)

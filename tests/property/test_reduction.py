@@ -33,21 +33,42 @@ class Problem:
         grads: For each micro-batch, a gradient or None for each parameter.
         scales: Of each micro-batch.
         clip_norm: Largest norm, or None.
+        passes: For each micro-batch, the parameters that each call of `backward()` reaches; one reached twice
+            gets twice the gradient. Default: all that have a gradient, once.
+        halved: Micro-batches whose gradients the user's code halves before `optimizer.step()`.
     """
 
     params: list[tuple[tuple[int, ...], torch.dtype, str]]
     grads: list[list[torch.Tensor | None]]
     scales: list[float]
     clip_norm: float | None = None
+    passes: list[list[list[int]]] | None = None
+    halved: frozenset[int] = frozenset()
+
+    def reached(self, leaf: int) -> list[list[int]]:
+        return [list(range(len(self.params)))] if self.passes is None else self.passes[leaf]
+
+    def final(self, leaf: int, number: int) -> torch.Tensor | None:
+        """What is in `grad` when `optimizer.step()` is called."""
+        grad, times = self.grads[leaf][number], sum(number in some for some in self.reached(leaf))
+        if grad is None or times == 0:
+            return None
+        total = sum([grad] * (times - 1), grad)
+        return total * 0.5 if leaf in self.halved else total
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What must not show."""
+    """What must not show.
+
+    Attributes:
+        early: Whether a rank with one micro-batch sends during backward.
+    """
 
     blocks: tuple[range, ...]
     bucket_bytes: int
     one_shot_bytes: int
+    early: bool = False
 
 
 @dataclass(frozen=True)
@@ -74,7 +95,12 @@ def problems(draw: st.DrawFn) -> Problem:
     for _ in range(num_micro):
         there = torch.rand(len(params), generator=generator) < often
         grads.append([_random(p, generator) if t else None for p, t in zip(params, there.tolist(), strict=True)])
-    return Problem(params, grads, scales, draw(st.sampled_from([None, None, 0.5, 1e9])))
+    passes, halved = None, frozenset()
+    if draw(st.booleans()):
+        some = st.lists(st.integers(0, len(params) - 1), max_size=len(params), unique=True)
+        passes = [draw(st.lists(some, max_size=3)) for _ in range(num_micro)]
+        halved = draw(st.frozensets(st.integers(0, num_micro - 1), max_size=1))
+    return Problem(params, grads, scales, draw(st.sampled_from([None, None, 0.5, 1e9])), passes, halved)
 
 
 def _random(param: tuple[tuple[int, ...], torch.dtype, str], generator: torch.Generator) -> torch.Tensor:
@@ -92,7 +118,7 @@ def machines(draw: st.DrawFn, num_micro: int) -> Machine:
     cuts = sorted(draw(st.lists(st.integers(0, num_micro), min_size=world_size - 1, max_size=world_size - 1)))
     blocks = tuple(range(start, stop) for start, stop in zip([0, *cuts], [*cuts, num_micro], strict=True))
     small = st.sampled_from([0, 1, 64, 300, 5_000, 70_000, 10**9])
-    return Machine(blocks, draw(small), draw(small))
+    return Machine(blocks, draw(small), draw(small), draw(st.booleans()))
 
 
 def alone(problem: Problem) -> Machine:
@@ -125,16 +151,31 @@ class OneRank:
         plan = StepPlan(len(problem.scales), self.machine.blocks)
         self.strategy.optimizer.zero_grad()
         self.strategy.begin_step(plan)
-        for leaf in plan.blocks[self.comm.rank]:
-            for param, grad in zip(self.params, problem.grads[leaf], strict=True):
-                param.grad = None if grad is None else grad.clone()
+        block = plan.blocks[self.comm.rank]
+        for leaf in block:
+            if self.machine.early and self.comm.world_size > 1 and len(block) == 1:
+                self.strategy.expect_backward(plan, leaf, lambda: problem.scales[block[0]])
+            self._backward(problem, leaf)
             self.strategy.add_micro_batch(leaf, problem.scales[leaf])
-        assert all(param.grad is None for param in self.params)
-        told = self.comm.gather_objects(self.strategy.presence())
+            assert all(param.grad is None for param in self.params)
+        # The rest as the stepper does it: all ranks know what each says.
+        present = self.comm.gather_objects(self.strategy.presence())
         self.strategy.launch(plan)
-        present = [any(bits) for bits in zip(*told, strict=True)]
+        if any(self.comm.gather_objects(self.strategy.must_resend)):
+            self.strategy.resend(plan)
+        present = [any(bits) for bits in zip(*present, strict=True)]
         norm = self.strategy.complete(math.fsum(problem.scales) or 1.0, present, problem.clip_norm)
         return Outcome([None if p.grad is None else p.grad.clone() for p in self.params], norm)
+
+    def _backward(self, problem: Problem, leaf: int) -> None:
+        """Gives the parameters their gradients as a user's loop does."""
+        for numbers in problem.reached(leaf):
+            pairs = [(self.params[n], grad) for n in numbers if (grad := problem.grads[leaf][n]) is not None]
+            if pairs:
+                torch.autograd.backward([param * 1 for param, _ in pairs], [grad for _, grad in pairs])
+        for param in self.params:
+            if leaf in problem.halved and param.grad is not None:
+                param.grad.mul_(0.5)
 
 
 def run_steps(problems: Sequence[Problem], machine: Machine) -> list[list[Outcome]]:
@@ -166,7 +207,7 @@ def truth(problem: Problem) -> Outcome:
     total = math.fsum(problem.scales) or 1.0
     sums: list[torch.Tensor | None] = []
     for number, (shape, dtype, _) in enumerate(problem.params):
-        column = [grads[number] for grads in problem.grads]
+        column = [problem.final(leaf, number) for leaf in range(len(problem.scales))]
         parts = [
             torch.zeros(shape, dtype=dtype) if grad is None else grad * scale
             for grad, scale in zip(column, problem.scales, strict=True)
@@ -212,6 +253,7 @@ def test_the_step_before_cannot_show(problem: Problem, data: st.DataObject) -> N
         problem,
         grads=[[None if grad is None else -3 * grad for grad in grads] for grads in reversed(problem.grads)],
         scales=problem.scales[::-1],
+        passes=None,
     )
     sparser = replace(problem, grads=[[None] * len(problem.params), *problem.grads[1:]])
     steps = [turned, sparser, problem]
@@ -266,3 +308,12 @@ def test_these_gradients_tell_orders_apart() -> None:
         pairwise = truth(problem).grads[0]
         assert pairwise is not None
         assert not torch.equal(sum(parts[1:], parts[0]) / 5, pairwise)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_missing_gradient_is_a_zero_wherever_it_is_missing(world_size: int) -> None:
+    """-0.0 + 0.0 is 0.0, so to leave the addition out shows."""
+    problem = Problem([((3,), torch.float32, "plain")], [[torch.full((3,), -0.0)], [None]], [1.0, 1.0])
+    blocks = (range(2),) if world_size == 1 else (range(1), range(1, 2))
+    for (found,) in run_steps([problem], Machine(blocks, 64, 0)):
+        same(found, Outcome([torch.zeros(3)], torch.zeros((), dtype=torch.float64)))

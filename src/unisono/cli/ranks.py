@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TextIO
 
-from unisono.errors import Interrupted, UnisonoError
+from unisono.errors import InputError, Interrupted, UnisonoError
 from unisono.launch.environment import Place
 from unisono.launch.failure import write_failure
 
@@ -69,7 +69,8 @@ def reported(place: Place) -> Iterator[None]:
         yield
     except SystemExit as error:
         if error.code not in (None, 0):
-            _report(place, UnisonoError(f"the script called sys.exit({error.code!r})"))
+            kind = InputError if error.code == InputError.exit_code else UnisonoError  # argparse exits with 2 as well
+            _report(place, kind(f"the script called sys.exit({error.code!r})"))
             sys.last_value = error  # so that what runs at exit knows
         raise
     except BaseException as error:

@@ -46,16 +46,19 @@ class Collectives(Protocol):
         """Number of processes."""
         ...
 
-    def exchange_shards(self, sends: Parts, receives: Parts) -> Pending:
+    def exchange_shards(self, sends: Parts, receives: Parts, channel: int = 0) -> Pending:
         """Starts to send `sends[r]` to rank r and to receive `receives[r]` from it.
 
         Shape:
             Both have one entry a rank, each a list of contiguous tensors; the list that rank r receives from
             rank q must match, tensor by tensor, what q sends to r. Entries of this rank itself are ignored.
+
+        Calls match in order within one `channel`, so that one kind of message may overtake another where the
+        transport can (gloo, shared memory); on all others calls match in the order of all.
         """
         ...
 
-    def all_gather(self, parts: Parts) -> Pending:
+    def all_gather(self, parts: Parts, channel: int = 0) -> Pending:
         """Starts to fill `parts[r]` on every rank with rank r's own `parts[r]`.
 
         Shape:

@@ -52,21 +52,21 @@ class C10dCollectives:
         self._calls = self._barriers = 0
         self._aborted = False
 
-    def exchange_shards(self, sends: Parts, receives: Parts) -> C10dPending:
+    def exchange_shards(self, sends: Parts, receives: Parts, channel: int = 0) -> C10dPending:
         self._calls += 1
         operations = []
         for distance in range(1, self.world_size):
             # Everyone starts with its right-hand neighbour, so that no rank is everybody's first target.
             to, frm = (self.rank + distance) % self.world_size, (self.rank - distance) % self.world_size
-            operations += [dist.P2POp(dist.isend, part, to) for part in sends[to] if part.numel()]
-            operations += [dist.P2POp(dist.irecv, part, frm) for part in receives[frm] if part.numel()]
+            operations += [dist.P2POp(dist.isend, part, to, tag=channel) for part in sends[to] if part.numel()]
+            operations += [dist.P2POp(dist.irecv, part, frm, tag=channel) for part in receives[frm] if part.numel()]
         what = f"exchange_shards (call {self._calls})"
         with self.explained(what):
             works = dist.batch_isend_irecv(operations) if operations else []
         return C10dPending(self, what, works, (sends, receives))
 
-    def all_gather(self, parts: Parts) -> C10dPending:
-        return self.exchange_shards([parts[self.rank]] * self.world_size, parts)
+    def all_gather(self, parts: Parts, channel: int = 0) -> C10dPending:
+        return self.exchange_shards([parts[self.rank]] * self.world_size, parts, channel)
 
     def broadcast(self, tensors: Sequence[torch.Tensor], src: int = 0) -> None:
         self._calls += 1

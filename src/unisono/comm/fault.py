@@ -44,10 +44,10 @@ class FaultyCollectives:
         self._counts: Counter[str] = Counter()
 
     def _due(self, verb: str) -> None:
-        for fault in self._faults:
-            if fault.verb in (verb, "any") and fault.call == self._counts[fault.verb]:
-                self._inflict(fault, verb)
-        self._counts.update((verb, "any"))
+        due = [f for f in self._faults if f.verb in (verb, "any") and f.call == self._counts[f.verb]]
+        self._counts.update((verb, "any"))  # first, so that a caller that tries again after "raise" gets through
+        for fault in due:
+            self._inflict(fault, verb)
 
     def _inflict(self, fault: Fault, verb: str) -> None:
         if fault.kind == "raise":
@@ -56,13 +56,13 @@ class FaultyCollectives:
             os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(fault.delay_s if fault.kind == "delay" else 1e9)
 
-    def exchange_shards(self, sends: Parts, receives: Parts) -> Pending:
+    def exchange_shards(self, sends: Parts, receives: Parts, channel: int = 0) -> Pending:
         self._due("exchange_shards")
-        return self.inner.exchange_shards(sends, receives)
+        return self.inner.exchange_shards(sends, receives, channel)
 
-    def all_gather(self, parts: Parts) -> Pending:
+    def all_gather(self, parts: Parts, channel: int = 0) -> Pending:
         self._due("all_gather")
-        return self.inner.all_gather(parts)
+        return self.inner.all_gather(parts, channel)
 
     def broadcast(self, tensors: Sequence[torch.Tensor], src: int = 0) -> None:
         self._due("broadcast")

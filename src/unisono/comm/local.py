@@ -23,10 +23,10 @@ class LocalCollectives:
     rank = 0
     world_size = 1
 
-    def exchange_shards(self, sends: Parts, receives: Parts) -> Done:
+    def exchange_shards(self, sends: Parts, receives: Parts, channel: int = 0) -> Done:
         return Done()
 
-    def all_gather(self, parts: Parts) -> Done:
+    def all_gather(self, parts: Parts, channel: int = 0) -> Done:
         return Done()
 
     def broadcast(self, tensors: Sequence[torch.Tensor], src: int = 0) -> None:

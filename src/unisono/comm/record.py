@@ -36,14 +36,14 @@ class RecordingCollectives:
         self.rank, self.world_size = inner.rank, inner.world_size
         self.calls: list[Call] = []
 
-    def exchange_shards(self, sends: Parts, receives: Parts) -> Pending:
+    def exchange_shards(self, sends: Parts, receives: Parts, channel: int = 0) -> Pending:
         sent = sum(_bytes(parts) for rank, parts in enumerate(sends) if rank != self.rank)
         self.calls.append(Call("exchange_shards", sent))
-        return self.inner.exchange_shards(sends, receives)
+        return self.inner.exchange_shards(sends, receives, channel)
 
-    def all_gather(self, parts: Parts) -> Pending:
+    def all_gather(self, parts: Parts, channel: int = 0) -> Pending:
         self.calls.append(Call("all_gather", _bytes(parts[self.rank]) * (self.world_size - 1)))
-        return self.inner.all_gather(parts)
+        return self.inner.all_gather(parts, channel)
 
     def broadcast(self, tensors: Sequence[torch.Tensor], src: int = 0) -> None:
         sent = _bytes(tensors) * (self.world_size - 1) if src == self.rank else 0

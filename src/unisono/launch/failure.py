@@ -13,6 +13,8 @@ from pathlib import Path
 
 from unisono.errors import CommError, UnisonoError
 
+_PACKAGE = str(Path(__file__).parents[1]) + os.sep
+
 
 @dataclass(frozen=True, order=True)
 class Failure:
@@ -24,7 +26,7 @@ class Failure:
         rank: Which rank.
         exit_code: 2 where the user's input is wrong, 130 after a stop, else 1.
         message: One sentence.
-        traceback: The rank's own traceback, from the user's first frame on.
+        traceback: The rank's own traceback, from the user's first frame on; empty where it called `sys.exit`.
     """
 
     consequence: bool
@@ -43,7 +45,7 @@ def describe(error: BaseException) -> str:
 
 def write_failure(path: Path, rank: int, error: BaseException) -> None:
     """Writes the record whole or not at all, before anything is torn down."""
-    text = "".join(traceback.format_exception(error))
+    text = "" if error.__traceback__ is None else _traceback(error)
     message = describe(error)
     record = {
         "message": {"message": message, "extraInfo": {"py_callstack": text, "timestamp": str(int(time.time()))}},
@@ -59,6 +61,14 @@ def write_failure(path: Path, rank: int, error: BaseException) -> None:
     partial = path.with_suffix(".partial")
     partial.write_text(json.dumps(record))
     os.replace(partial, path)
+
+
+def _traceback(error: BaseException) -> str:
+    """Leaves out the frames that led to the user's code; all are kept where there is none of the user's."""
+    frame = error.__traceback__
+    while frame and frame.tb_frame.f_code.co_filename.startswith((_PACKAGE, "<frozen ")):
+        frame = frame.tb_next
+    return "".join(traceback.format_exception(type(error), error, frame or error.__traceback__))
 
 
 def read_failures(paths: Iterable[Path]) -> list[Failure]:

@@ -48,12 +48,31 @@ class Strategy(ABC):
         """Forgets the last step's gradients."""
 
     @abstractmethod
+    def expect_backward(self, plan: StepPlan, leaf: int, scale: Callable[[], float]) -> None:
+        """Told before the forward of a step's only micro-batch on this rank: its gradients may be sent early.
+
+        Args:
+            plan: Of the step.
+            leaf: The micro-batch.
+            scale: Its scale, known once backward begins.
+        """
+
+    @abstractmethod
     def add_micro_batch(self, leaf: int, scale: float) -> None:
         """Takes the gradients of one micro-batch out of the parameters."""
 
     @abstractmethod
     def launch(self, plan: StepPlan) -> None:
         """Collective: starts the exchange, once this rank's last micro-batch is in."""
+
+    @property
+    @abstractmethod
+    def must_resend(self) -> bool:
+        """Whether this rank sent a gradient early that was not final."""
+
+    @abstractmethod
+    def resend(self, plan: StepPlan) -> None:
+        """Collective: exchanges all gradients of the step again, since a rank had to."""
 
     @abstractmethod
     def complete(self, total: float, present: Sequence[bool], clip_norm: float | None) -> torch.Tensor:

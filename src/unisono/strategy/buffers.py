@@ -16,6 +16,7 @@ from unisono.comm.api import Collectives, Pending
 from unisono.errors import InputError
 from unisono.numerics.tree import TreeAccumulator, roots
 from unisono.strategy.base import StepPlan
+from unisono.strategy.reduction import BUFFERS
 
 _AVERAGED = ("running_mean", "running_var")
 # Up to this size a buffer is compared by value, beyond it by torch's version counter, which a kernel may bypass:
@@ -131,7 +132,7 @@ class ModelBuffers:
             if peer != rank:
                 nodes = roots(block, plan.num_micro)
                 self._inbox[peer] = [torch.empty(numel, dtype=torch.float64, device=device) for _ in nodes]
-        self._pending = self.comm.exchange_shards([own] * self.comm.world_size, self._inbox)
+        self._pending = self.comm.exchange_shards([own] * self.comm.world_size, self._inbox, channel=BUFFERS)
 
     def complete(self, plan: StepPlan, quiet_changed: bool) -> None:
         """Collective: sets the step's outcome as the next step's values.

@@ -12,10 +12,11 @@ import torch
 
 from unisono.comm.api import Collectives, Pending
 from unisono.errors import CommError
+from unisono.strategy.reduction import EXTRAS
 
 MAX_VALUES = 8
 _HEADER = np.dtype([("step", "<i8"), ("names", "<i8"), ("units", "<i8"), ("flags", "<i8")])
-_STOP, _QUIET_CHANGED = 1, 2
+_STOP, _QUIET_CHANGED, _RESEND = 1, 2, 4
 
 
 @dataclass
@@ -27,6 +28,7 @@ class RankStep:
         names: Hash of the names of `values`; must agree.
         units: Bit k says that optimizer k was stepped.
         stop: The rank was told to stop (SIGTERM, say): all stop after this step.
+        resend: A gradient was sent before it was final.
         quiet_changed: Micro-batch 0 changed a buffer that is not known to change.
         scales: For each optimizer, a scale (weight / micro-batch size) for each micro-batch of the rank's block.
         values: Logged values of each micro-batch, in name order, NaN where there is none.
@@ -38,6 +40,7 @@ class RankStep:
     units: int = 0
     stop: bool = False
     quiet_changed: bool = False
+    resend: bool = False
     scales: list[list[float]] = field(default_factory=list)
     values: list[list[float]] = field(default_factory=list)
     present: list[list[bool]] = field(default_factory=list)
@@ -66,7 +69,8 @@ class ExtrasExchange:
     def launch(self, mine: RankStep) -> Pending:
         """Starts the exchange."""
         row = self._rows[self.comm.rank : self.comm.rank + 1]
-        row["header"] = (mine.step, mine.names, mine.units, _STOP * mine.stop | _QUIET_CHANGED * mine.quiet_changed)
+        flags = _STOP * mine.stop | _QUIET_CHANGED * mine.quiet_changed | _RESEND * mine.resend
+        row["header"] = (mine.step, mine.names, mine.units, flags)
         for k, scales in enumerate(mine.scales):
             row["scales"][0, k, : len(scales)] = scales
         row["values"] = math.nan
@@ -75,7 +79,7 @@ class ExtrasExchange:
         for k, bits in enumerate(mine.present):
             if bits:
                 row[f"present{k}"][0] = np.packbits(np.asarray(bits, dtype=np.uint8))
-        return self.comm.all_gather([[self._memory[rank]] for rank in range(self.comm.world_size)])
+        return self.comm.all_gather([[self._memory[rank]] for rank in range(self.comm.world_size)], channel=EXTRAS)
 
     def read(self, pending: Pending, blocks: Sequence[range]) -> list[RankStep]:
         """Waits for all ranks.
@@ -99,4 +103,14 @@ class ExtrasExchange:
         sizes = enumerate(self._unit_sizes)
         present = [np.unpackbits(row[f"present{k}"], count=n).astype(bool).tolist() if n else [] for k, n in sizes]
         scales, values = row["scales"][:, :count].tolist(), row["values"].tolist()
-        return RankStep(step, names, units, bool(flags & _STOP), bool(flags & _QUIET_CHANGED), scales, values, present)
+        return RankStep(
+            step=step,
+            names=names,
+            units=units,
+            stop=bool(flags & _STOP),
+            quiet_changed=bool(flags & _QUIET_CHANGED),
+            resend=bool(flags & _RESEND),
+            scales=scales,
+            values=values,
+            present=present,
+        )

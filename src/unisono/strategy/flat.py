@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -65,14 +65,19 @@ class FlatGroup:
         Raises:
             InputError: a gradient is sparse.
         """
-        grads = [param.grad for param in self.params]
         neighbour = self.tree.sibling_of(leaf) if scale == 1.0 else None
         target = neighbour or self.buffer()
+        self.write(target, range(len(self.params)), scale, onto=neighbour is not None)
+        self.take(leaf, target)
+
+    def write(self, target: FlatBuffer, positions: Iterable[int], scale: float, onto: bool = False) -> None:
+        """Copies the gradients of some parameters into `target`, or adds them onto what it holds."""
         there_views, there_grads = [], []
-        for position, (grad, view) in enumerate(zip(grads, target.views, strict=True)):
+        for position in positions:
+            grad, view = self.params[position].grad, target.views[position]
             if grad is None:
                 # Added, not skipped: -0.0 + 0.0 is 0.0 wherever this leaf happens to be computed.
-                view.add_(0.0) if neighbour else view.zero_()
+                view.add_(0.0) if onto else view.zero_()
                 continue
             if grad.layout is not torch.strided:
                 name = self.layout.segments[position].name
@@ -80,12 +85,15 @@ class FlatGroup:
             self.present[position] = True
             there_views.append(view)
             there_grads.append(grad)
-        if there_grads and neighbour:
+        if there_grads and onto:
             torch._foreach_add_(there_views, there_grads)
         elif there_grads:
             torch._foreach_copy_(there_views, there_grads)
-        if scale != 1.0:
-            target.flat.mul_(scale)
+        if there_grads and scale != 1.0:
+            torch._foreach_mul_(there_views, scale)
+
+    def take(self, leaf: int, target: FlatBuffer) -> None:
+        """Gives the tree the gradients of `leaf`, which are in `target`, and clears the parameters'."""
         for param in self.params:
             param.grad = None
         self.tree.add(leaf, target)  # where it is the neighbour's own buffer, the merge finds nothing left to do

@@ -123,7 +123,19 @@ class Stepper:
             self._buffers = ModelBuffers(self.comm, self._models)
         self._buffers.begin_micro_batch()
         self._values.begin_micro_batch()
+        if self._plan is not None and self._may_send_early(micro):
+            self.units[0].strategy.expect_backward(self._plan, micro.index, self._scale)
         self._seed(micro)
+
+    def _may_send_early(self, micro: MicroBatch) -> bool:
+        """Where this rank has one micro-batch in the step, and nobody else's backward can reach the gradients."""
+        alone = len(self.units) == 1 and self.comm.world_size > 1
+        return alone and self._count == 1 and micro.is_last and not micro.shadow
+
+    def _scale(self) -> float:
+        """Relative to the micro-batch size, so that a full micro-batch has scale 1 and needs no multiplication."""
+        assert self._schedule is not None
+        return self.weight / self._schedule.micro_batch
 
     def _seed(self, micro: MicroBatch) -> None:
         seed_all(derive_seed(self.seed, "micro-batch", self.step, micro.index), self.device)
@@ -199,9 +211,7 @@ class Stepper:
             with torch.enable_grad():
                 loss = closure()
         self.timer.enter("reduce")
-        # Relative to the micro-batch size, so that a full micro-batch has scale 1 and needs no multiplication.
-        scale = self.weight / schedule.micro_batch
-        self._weight = None
+        scale, self._weight = self._scale(), None
         unit.scales.append(scale)
         if not micro.shadow:
             unit.strategy.add_micro_batch(micro.index, scale)
@@ -258,6 +268,8 @@ class Stepper:
         ranks = extras.read(pending, plan.blocks)
         self._check(ranks)
         for unit in units:
+            if any(rank.resend for rank in ranks):
+                unit.strategy.resend(plan)
             lr = float(unit.strategy.optimizer.param_groups[0]["lr"])
             norm = self._update(unit, ranks)
             if unit is self.units[0]:
@@ -284,6 +296,7 @@ class Stepper:
             units=sum(1 << k for k, unit in enumerate(self.units) if any(unit is u for u in units)),
             stop=self.stop_requested,
             quiet_changed=self._buffers is not None and self._buffers.quiet_changed,
+            resend=any(unit.strategy.must_resend for unit in units),
             scales=[[] if shadow else unit.scales for unit in self.units],
             values=told.read() if ready else [],
             present=[unit.strategy.presence() for unit in self.units],

@@ -1,0 +1,106 @@
+"""Overlap: a bucket is sent as soon as backward has filled it.
+
+Only where a rank has one micro-batch in the step: there the exchange is largest beside the work that could hide
+it, and nothing has to be added up first. A gradient that changes after its bucket was sent (a second
+`backward()` before the step, as in a GAN) spoils the sending: the ranks tell each other and send again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from unisono.comm.api import Collectives
+from unisono.numerics.tree import roots
+from unisono.strategy.base import StepPlan
+from unisono.strategy.flat import FlatBuffer, FlatGroup
+from unisono.strategy.reduction import Partition, Reduction
+
+
+class Overlap:
+    """Watches one group's gradients through a backward pass.
+
+    Attributes:
+        armed: Whether the present micro-batch is watched.
+        spoiled: Whether something sent in this step was not final.
+    """
+
+    def __init__(self, comm: Collectives, group: FlatGroup, partition: Partition) -> None:
+        self.comm, self.group, self.partition = comm, group, partition
+        self.armed = self.spoiled = False
+        self._buckets_of = [
+            [slot for slot, bucket in enumerate(partition.buckets) if s.offset < bucket.stop and bucket.start < s.stop]
+            for s in group.layout.segments
+        ]
+        self._sizes = [sum(slot in slots for slots in self._buckets_of) for slot in range(len(partition.buckets))]
+        self._missing: list[int] = []
+        self._ready: list[int] = []
+        self._written: set[int] = set()
+        self._target: FlatBuffer | None = None
+        self._reduction: Reduction | None = None
+        self._scale: Callable[[], float] = lambda: 1.0
+        self._scale_used: float | None = None
+
+    def hooks(self) -> list[RemovableHandle]:
+        """Hangs a hook on every parameter."""
+        return [
+            param.register_post_accumulate_grad_hook(self._hook(position))  # type: ignore[no-untyped-call]
+            for position, param in enumerate(self.group.params)
+            if param.is_leaf
+        ]
+
+    def _hook(self, position: int) -> Callable[[torch.Tensor], None]:
+        return lambda param: self._arrived(position) if self.armed else None
+
+    def arm(self, plan: StepPlan, leaf: int, scale: Callable[[], float]) -> None:
+        """Watches the coming backward, whose gradients are those of `leaf`."""
+        node = roots(range(leaf, leaf + 1), plan.num_micro)[0]
+        self._target, self._scale, self._scale_used = self.group.buffer(), scale, None
+        self._reduction = Reduction(self.comm, self.group, plan, self.partition, [(node, self._target)])
+        self._missing, self._ready, self._written = list(self._sizes), [], set()
+        self.armed, self.spoiled = True, False
+
+    def forget(self) -> None:
+        """Ends what was begun for a step that the user's loop then left out, on all ranks alike."""
+        self.armed = self.spoiled = False
+        if (reduction := self.take()) is not None:
+            reduction.drop()
+
+    def _arrived(self, position: int) -> None:
+        if position in self._written:
+            self.spoiled = True
+            return
+        self._ready.append(position)
+        for slot in self._buckets_of[position]:
+            self._missing[slot] -= 1
+        assert self._reduction is not None
+        while len(self._reduction.pending) < len(self._missing) and not self._missing[len(self._reduction.pending)]:
+            self._write_ready()
+            self._reduction.launch_next()
+
+    def _write_ready(self) -> None:
+        assert self._target is not None
+        if self._scale_used is None:
+            self._scale_used = self._scale()
+        self.group.write(self._target, self._ready, self._scale_used)
+        self._written.update(self._ready)
+        self._ready = []
+
+    def finish(self, leaf: int, scale: float) -> None:
+        """Takes in what backward did not reach; `optimizer.step()` has been called."""
+        assert self._target is not None and self._reduction is not None
+        self.armed = False
+        self.spoiled = self.spoiled or (self._scale_used is not None and self._scale_used != scale)
+        rest = [position for position in range(len(self.group.params)) if position not in self._written]
+        if self.spoiled:
+            self._reduction.drop()  # its memory is about to change
+            rest = list(range(len(self.group.params)))
+        self.group.write(self._target, rest, scale)
+        self.group.take(leaf, self._target)
+
+    def take(self) -> Reduction | None:
+        """Returns the exchange that was begun during backward, once."""
+        reduction, self._reduction = self._reduction, None
+        return reduction

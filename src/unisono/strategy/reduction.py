@@ -1,0 +1,131 @@
+"""Reduction: a reduce-scatter and an all-gather of one group's gradients, with the order of additions ours."""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import torch
+
+from unisono.comm.api import Collectives, Pending
+from unisono.numerics.layout import BLOCK_ELEMENTS
+from unisono.numerics.tree import Node, TreeAccumulator, roots
+from unisono.strategy.base import StepPlan
+from unisono.strategy.flat import FlatBuffer, FlatGroup
+
+Nodes: TypeAlias = list[tuple[Node, FlatBuffer]]
+# Messages between two ranks match within a channel, so that one kind may overtake another.
+EXTRAS, GRADIENTS, RESULTS, BUFFERS = 1, 2, 3, 4
+
+
+class Partition:
+    """Who owns what of a group: fixed until the parameters change, so worked out once."""
+
+    def __init__(self, group: FlatGroup, comm: Collectives, one_shot: bool) -> None:
+        layout, self.one_shot = group.layout, one_shot
+        self.buckets = [range(layout.total)] if one_shot else group.buckets
+        self.shards = [
+            [bucket] * comm.world_size if one_shot else layout.shards(bucket, comm.world_size)
+            for bucket in self.buckets
+        ]
+        self.norms = [[layout.blocks_in(shard) for shard in shards] for shards in self.shards]
+
+
+class Reduction:
+    """One group's exchange of one step, bucket by bucket, all in flight at once.
+
+    Args:
+        comm: The ranks.
+        group: Whose gradients.
+        plan: Who has which leaves.
+        partition: Who owns what.
+        own: The nodes of the tree that this rank holds.
+    """
+
+    def __init__(self, comm: Collectives, group: FlatGroup, plan: StepPlan, partition: Partition, own: Nodes) -> None:
+        self.comm, self.group, self.plan, self.partition, self.own = comm, group, plan, partition, own
+        self.nodes = [roots(block, plan.num_micro) for block in plan.blocks]
+        # At least float32; a norm of float64 gradients stays float64, which torch refuses to narrow.
+        norms_dtype = torch.promote_types(group.dtype, torch.float32)
+        self.norms = torch.zeros(group.layout.num_blocks, dtype=norms_dtype, device=group.device)
+        self.inboxes: list[list[list[torch.Tensor]]] = []
+        self.pending: list[Pending] = []
+        self.target: FlatBuffer | None = None
+
+    def launch_all(self) -> None:
+        """Starts all exchanges that have not been started."""
+        while len(self.pending) < len(self.partition.buckets):
+            self.launch_next()
+
+    def launch_next(self) -> None:
+        """Starts the next bucket's: each owner is sent its slice of all nodes that this rank holds."""
+        slot = len(self.pending)
+        rank, shards = self.comm.rank, self.partition.shards[slot]
+        sends = [[_slice(buffer.flat, shard) for _, buffer in self.own] for shard in shards]
+        length = len(shards[rank])
+        counts = [0 if peer == rank else len(nodes) for peer, nodes in enumerate(self.nodes)]
+        memory = self.group.inbox(slot, sum(counts) * length)
+        receives, offset = [], 0
+        for count in counts:
+            receives.append([memory[offset + k * length : offset + (k + 1) * length] for k in range(count)])
+            offset += count * length
+        self.inboxes.append(receives)
+        self.pending.append(self.comm.exchange_shards(sends, receives, channel=GRADIENTS))
+
+    def drop(self) -> None:
+        """Waits for what is under way and forgets it."""
+        for arrival in self.pending:
+            arrival.wait()
+
+    def divide_and_share(self, total: float) -> None:
+        """Adds this rank's shards in tree order, divides them, and starts to send them to all."""
+        self.target = self.own[0][1] if self.own else self.group.buffer()
+        for slot, arrival in enumerate(self.pending):
+            arrival.wait()
+            shards, norms = self.partition.shards[slot], self.partition.norms[slot]
+            shard = shards[self.comm.rank]
+            if len(shard):
+                out, value = _slice(self.target.flat, shard), self._add_up(slot, shard)
+                if total != 1.0 or out.data_ptr() != value.data_ptr():
+                    torch.div(value, total, out=out)
+                self._measure(shard, norms[self.comm.rank])
+            if not self.partition.one_shot and self.comm.world_size > 1:
+                parts = [
+                    [_slice(self.target.flat, s), _slice(self.norms, n)] for s, n in zip(shards, norms, strict=True)
+                ]
+                self.pending[slot] = self.comm.all_gather(parts, channel=RESULTS)
+
+    def _add_up(self, slot: int, shard: range) -> torch.Tensor:
+        tree: TreeAccumulator[torch.Tensor] = TreeAccumulator(self.plan.num_micro, torch.Tensor.add_)
+        for node, buffer in self.own:
+            tree.add_node(node, _slice(buffer.flat, shard))
+        for nodes, parts in zip(self.nodes, self.inboxes[slot], strict=True):
+            for node, part in zip(nodes, parts, strict=False):  # this rank's own entry has no parts
+                tree.add_node(node, part)
+        return tree.result()
+
+    def _measure(self, shard: range, blocks: range) -> None:
+        """Norms of the shard's blocks. Each row of the call is summed by itself, so a boundary cannot show."""
+        assert self.target is not None
+        whole = len(shard) // BLOCK_ELEMENTS
+        middle = shard.start + whole * BLOCK_ELEMENTS
+        if whole:
+            rows = _slice(self.target.flat, range(shard.start, middle)).view(whole, BLOCK_ELEMENTS)
+            norms = _slice(self.norms, range(blocks.start, blocks.start + whole))
+            norms.copy_(torch.linalg.vector_norm(rows, dim=1, dtype=self.norms.dtype))
+        if middle < shard.stop:
+            rest = _slice(self.target.flat, range(middle, shard.stop))
+            self.norms[blocks.stop - 1] = torch.linalg.vector_norm(rest, dtype=self.norms.dtype)
+
+    def result(self) -> tuple[FlatBuffer, torch.Tensor]:
+        """Waits for the others' shards; returns the whole gradient and its blocks' norms."""
+        for arrival in self.pending:
+            arrival.wait()
+        assert self.target is not None
+        for _, buffer in self.own[1:]:
+            self.group.recycle(buffer)
+        self.group.begin(self.plan.num_micro)
+        return self.target, self.norms
+
+
+def _slice(vector: torch.Tensor, part: range) -> torch.Tensor:
+    return vector[part.start : part.stop]
