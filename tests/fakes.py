@@ -35,7 +35,7 @@ class _Posted:
 class ThreadWorld:
     """The mailbox that the ranks share."""
 
-    def __init__(self, world_size: int, timeout_s: float = 20.0) -> None:
+    def __init__(self, world_size: int, timeout_s: float = 5.0) -> None:
         self.world_size, self.timeout_s = world_size, timeout_s
         self.changed = threading.Condition()
         self.posted: dict[tuple[Call, int], _Posted] = {}  # by call and rank
@@ -154,7 +154,7 @@ class ThreadCollectives:
         self.world.abort(self.rank)
 
 
-def run_threads(world_size: int, function: Callable[[ThreadCollectives], Any], timeout_s: float = 20.0) -> list[Any]:
+def run_threads(world_size: int, function: Callable[[ThreadCollectives], Any], timeout_s: float = 5.0) -> list[Any]:
     """Returns `function(comm)` of every rank; the first error of a rank ends all of them and is raised."""
     world = ThreadWorld(world_size, timeout_s)
     values: list[Any] = [None] * world_size

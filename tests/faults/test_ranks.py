@@ -80,8 +80,6 @@ def test_a_rank_that_raises_ends_the_job_and_is_heard_first(cwd: Path) -> None:
     assert done.err.count("Traceback") == 1, "the consequences on other ranks are in their logs"
     assert "CommError" in (cwd / "mine/logs/rank-0.log").read_text()
     assert "boom on purpose" in (cwd / "mine/logs/rank-1.log").read_text()
-    summary = json.loads((cwd / "mine/summary.json").read_text())
-    assert (summary["finished"], summary["steps"]) == (False, 7)
 
 
 def test_a_rank_that_is_killed_is_named_with_the_signal(cwd: Path) -> None:
@@ -112,7 +110,7 @@ def test_nothing_outlives_a_killed_launcher(cwd: Path) -> None:
         (signal.SIGINT, 1, 2, True),
         (signal.SIGTERM, 1, 2, True),
         (signal.SIGINT, 2, 2, True),  # Ctrl-C: the terminal signals the whole foreground group
-        (signal.SIGTERM, 2, 0, False),
+        (signal.SIGTERM, 2, 2, False),  # which the launcher passes on to the group of each rank
     ],
 )
 def test_a_stop_ends_the_step_and_writes_the_summary(

@@ -11,10 +11,8 @@ from unisono.errors import InputError
 from unisono.numerics.layout import FlatLayout, Segment
 from unisono.numerics.tree import TreeAccumulator
 
-# Below this, all ranks send each other whole gradients and each adds them all up: one exchange instead of
-# two. At W = 2 both ways move the same bytes.
-ONE_SHOT_BYTES = 256 * 1024
-# From benchmarks/step.py on loopback gloo: see docs/design/0002-reduction.md.
+# See docs/design/0002-reduction.md.
+ONE_SHOT_BYTES = 1024 * 1024
 BUCKET_BYTES = 8 * 1024 * 1024
 
 

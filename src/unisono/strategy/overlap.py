@@ -37,7 +37,9 @@ class Overlap:
         self._sizes = [sum(slot in slots for slots in self._buckets_of) for slot in range(len(partition.buckets))]
         self._missing: list[int] = []
         self._ready: list[int] = []
-        self._written: set[int] = set()
+        self._arrivals: set[int] = set()
+        # By position: the gradient that was sent, and torch's count of what has written to it.
+        self._written: dict[int, tuple[torch.Tensor | None, int]] = {}
         self._target: FlatBuffer | None = None
         self._reduction: Reduction | None = None
         self._scale: Callable[[], float] = lambda: 1.0
@@ -59,7 +61,8 @@ class Overlap:
         node = roots(range(leaf, leaf + 1), plan.num_micro)[0]
         self._target, self._scale, self._scale_used = self.group.buffer(), scale, None
         self._reduction = Reduction(self.comm, self.group, plan, self.partition, [(node, self._target)])
-        self._missing, self._ready, self._written = list(self._sizes), [], set()
+        self._missing, self._ready = list(self._sizes), []
+        self._arrivals, self._written = set(), {}
         self.armed, self.spoiled = True, False
 
     def forget(self) -> None:
@@ -69,9 +72,9 @@ class Overlap:
             reduction.drop()
 
     def _arrived(self, position: int) -> None:
-        if position in self._written:
-            self.spoiled = True
+        if position in self._arrivals:  # a second backward; `finish` finds out whether it came too late
             return
+        self._arrivals.add(position)
         self._ready.append(position)
         for slot in self._buckets_of[position]:
             self._missing[slot] -= 1
@@ -85,18 +88,28 @@ class Overlap:
         if self._scale_used is None:
             self._scale_used = self._scale()
         self.group.write(self._target, self._ready, self._scale_used)
-        self._written.update(self._ready)
+        grads = [(position, self.group.params[position].grad) for position in self._ready]
+        self._written.update({position: (grad, -1 if grad is None else grad._version) for position, grad in grads})
         self._ready = []
+
+    def _changed_since(self) -> bool:
+        """Whether a gradient was added to, clipped or replaced after it was sent."""
+        return any(
+            self.group.params[position].grad is not grad or (grad is not None and grad._version != version)
+            for position, (grad, version) in self._written.items()
+        )
 
     def finish(self, leaf: int, scale: float) -> None:
         """Takes in what backward did not reach; `optimizer.step()` has been called."""
         assert self._target is not None and self._reduction is not None
         self.armed = False
-        self.spoiled = self.spoiled or (self._scale_used is not None and self._scale_used != scale)
+        self.spoiled = self._changed_since() or (self._scale_used is not None and self._scale_used != scale)
         rest = [position for position in range(len(self.group.params)) if position not in self._written]
         if self.spoiled:
             self._reduction.drop()  # its memory is about to change
             rest = list(range(len(self.group.params)))
+            self.group.present = [False] * len(rest)
+        self._written = {}
         self.group.write(self._target, rest, scale)
         self.group.take(leaf, self._target)
 

@@ -22,7 +22,7 @@ class Partition:
 
     def __init__(self, group: FlatGroup, comm: Collectives, one_shot: bool) -> None:
         layout, self.one_shot = group.layout, one_shot
-        self.buckets = [range(layout.total)] if one_shot else group.buckets
+        self.buckets = group.buckets
         self.shards = [
             [bucket] * comm.world_size if one_shot else layout.shards(bucket, comm.world_size)
             for bucket in self.buckets

@@ -26,7 +26,8 @@ class ReplicatedStrategy(Strategy):
 
     Args:
         bucket_bytes: The unit of one exchange. The bits do not depend on it.
-        one_shot_bytes: Gradients up to this size are exchanged whole, at once. The bits do not depend on it.
+        one_shot_bytes: Gradients are sent to all, and added up by all, where that sends less than so many bytes
+            more: half the waits, and all of it during backward. The bits do not depend on it.
     """
 
     name = "ddp"
@@ -123,7 +124,10 @@ class ReplicatedStrategy(Strategy):
         for number, param in reversed(list(enumerate(params))):
             kinds[param.dtype, param.device].append((self.names.get(id(param), f"parameter {number}"), param))
         self.groups = [FlatGroup(named, self._bucket_bytes) for named in kinds.values()]
-        one_shot = sum(group.num_bytes for group in self.groups) <= self._one_shot_bytes
+        # What one-shot sends more than a reduce-scatter and an all-gather do: nothing at W = 2.
+        others = self.comm.world_size - 1
+        extra = sum(group.num_bytes for group in self.groups) * others * (others - 1) // (others + 1)
+        one_shot = extra < self._one_shot_bytes
         self._partitions = [Partition(group, self.comm, one_shot) for group in self.groups]
         pairs = zip(self.groups, self._partitions, strict=True)
         self._overlaps = [Overlap(self.comm, group, partition) for group, partition in pairs]
