@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 import time
 from pathlib import Path
 
-import pytest
-
-from tests.commands import UNISONO, run, steps
+from tests.commands import UNISONO, run, started, steps
 
 SCRIPT = """
 import argparse, json, sys
@@ -88,36 +87,41 @@ def test_one_script_has_one_digest_however_it_is_started(tmp_path: Path) -> None
     assert [record["step"] for record in steps(folder)] == [1, 2, 3, 4, 5, 6]
 
 
-@pytest.mark.parametrize(
-    ("script", "code", "said"),
-    [
-        ("print('fine')", 0, None),
-        ("import sys; sys.exit()", 0, None),
-        ("import sys; sys.exit(3)", 1, "sys.exit(3)"),
-        ("import sys; sys.exit('no data here')", 1, "no data here"),
-        ("import argparse; argparse.ArgumentParser().parse_args()", 2, "sys.exit(2)"),
-        ("raise KeyError('boom')", 1, "KeyError: 'boom'"),
-        ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", 1, "SIGSEGV"),
-        (
-            "from torch.distributed.elastic.multiprocessing.errors import record\n"
-            "@record\ndef main(): raise KeyError('boom')\nmain()",
-            1,
-            "KeyError: 'boom'",
-        ),
-    ],
-)
-def test_exit_codes(tmp_path: Path, script: str, code: int, said: str | None) -> None:
-    (tmp_path / "train.py").write_text(script)
-    done = run([*UNISONO, "run", "--nproc", "1", "train.py", "--", "--flag"], tmp_path)
-    assert done.code == code, done.err
-    last = done.err.splitlines()[-1]
-    if said is None:
-        assert "error" not in done.err
-    else:
-        assert last.startswith("unisono: error: rank 0 failed: ")
-        assert said in last
-    assert "ranks.py" not in done.err.replace(last, ""), "the traceback starts at the user's own first frame"
-    assert done.err.count("Traceback") == int(said is not None and "KeyError" in said)
+EXITS: dict[str, tuple[str, int, str | None]] = {
+    "ends": ("print('fine')", 0, None),
+    "exit": ("import sys; sys.exit()", 0, None),
+    "number": ("import sys; sys.exit(3)", 1, "sys.exit(3)"),
+    "text": ("import sys; sys.exit('no data here')", 1, "no data here"),
+    "usage": ("import argparse; argparse.ArgumentParser().parse_args()", 2, "sys.exit(2)"),
+    "raises": ("raise KeyError('boom')", 1, "KeyError: 'boom'"),
+    "crash": ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", 1, "SIGSEGV"),
+    "elastic": (
+        "from torch.distributed.elastic.multiprocessing.errors import record\n"
+        "@record\ndef main(): raise KeyError('boom')\nmain()",
+        1,
+        "KeyError: 'boom'",
+    ),
+}
+
+
+def test_exit_codes(tmp_path: Path) -> None:
+    with contextlib.ExitStack() as stack:  # all at once: each waits for torch on one core
+        running = {}
+        for name, (script, _, _) in EXITS.items():
+            (tmp_path / f"{name}.py").write_text(script)
+            command = [*UNISONO, "run", "--nproc", "1", f"{name}.py", "--", "--flag"]
+            running[name] = stack.enter_context(started(command, tmp_path))
+        done = {name: one.wait() for name, one in running.items()}
+    assert {name: one.code for name, one in done.items()} == {name: code for name, (_, code, _) in EXITS.items()}, done
+    for name, (_, _, said) in EXITS.items():
+        *before, last = done[name].err.splitlines()
+        assert done[name].err.count("Traceback") == int(name in ("raises", "elastic"))
+        assert not [line for line in before if "ranks.py" in line], "a traceback starts at the user's own first frame"
+        if said is None:
+            assert "error" not in done[name].err
+        else:
+            assert last.startswith("unisono: error: rank 0 failed: ")
+            assert said in last
 
 
 def test_a_rank_that_exits_in_mid_run_ends_the_job(tmp_path: Path) -> None:

@@ -107,7 +107,7 @@ def test_nothing_outlives_a_killed_launcher(cwd: Path) -> None:
 @pytest.mark.parametrize(
     ("number", "nproc", "num_workers", "to_group"),
     [
-        (signal.SIGINT, 1, 2, True),
+        pytest.param(signal.SIGINT, 1, 2, True, marks=pytest.mark.slow),
         (signal.SIGTERM, 1, 2, True),
         (signal.SIGINT, 2, 2, True),  # Ctrl-C: the terminal signals the whole foreground group
         (signal.SIGTERM, 2, 2, False),  # which the launcher passes on to the group of each rank
@@ -143,6 +143,7 @@ def test_a_stop_ends_the_step_and_writes_the_summary(
     assert summary["weights_digest"] == until_there.summary["weights_digest"]
 
 
+@pytest.mark.slow
 def test_a_stop_of_one_rank_stops_all(cwd: Path) -> None:
     with started([*TRAIN, "--nproc", "2"], cwd) as running:
         wait_for_steps(running, cwd / "mine", 3)
@@ -230,8 +231,12 @@ def skips(micro_batch: int, skipped: int) -> None:
 
 @pytest.mark.parametrize(
     ("micro_batch", "skipped"),
-    [(3, 1), (1, 3), (1, 4), (1, 5)],
-    ids=["the only one of a step", "the first of three", "the second of three", "the last of three"],
+    [
+        pytest.param(3, 1, id="the only one of a step"),
+        pytest.param(1, 3, id="the first of three"),
+        pytest.param(1, 4, id="the second of three", marks=pytest.mark.slow),
+        pytest.param(1, 5, id="the last of three", marks=pytest.mark.slow),
+    ],
 )
 def test_a_rank_that_skips_a_batch_is_an_error_on_all(micro_batch: int, skipped: int) -> None:
     began = time.monotonic()

@@ -158,12 +158,13 @@ class OneRank:
             self._backward(problem, leaf)
             self.strategy.add_micro_batch(leaf, problem.scales[leaf])
             assert all(param.grad is None for param in self.params)
-        # The rest as the stepper does it: all ranks know what each says.
-        present = self.comm.gather_objects(self.strategy.presence())
+        # As the stepper does it: nobody waits for anything before it has sent what it has.
+        mine = self.strategy.presence(), self.strategy.must_resend
         self.strategy.launch(plan)
-        if any(self.comm.gather_objects(self.strategy.must_resend)):
+        told, resend = zip(*self.comm.gather_objects(mine), strict=True)
+        if any(resend):
             self.strategy.resend(plan)
-        present = [any(bits) for bits in zip(*present, strict=True)]
+        present = [any(bits) for bits in zip(*told, strict=True)]
         norm = self.strategy.complete(math.fsum(problem.scales) or 1.0, present, problem.clip_norm)
         return Outcome([None if p.grad is None else p.grad.clone() for p in self.params], norm)
 
@@ -317,3 +318,35 @@ def test_a_missing_gradient_is_a_zero_wherever_it_is_missing(world_size: int) ->
     blocks = (range(2),) if world_size == 1 else (range(1), range(1, 2))
     for (found,) in run_steps([problem], Machine(blocks, 64, 0)):
         same(found, Outcome([torch.zeros(3)], torch.zeros((), dtype=torch.float64)))
+
+
+# What each call of `backward()` reaches, in micro-batch 0; each parameter has a bucket of its own or shares one.
+PASSES = {
+    "once": [[0, 1, 2]],
+    "the whole twice": [[0, 1, 2], [0, 1, 2]],
+    "again before its bucket is full": [[0], [0, 1], [2]],
+    "again and again": [[2], [2], [2, 1], [0]],
+    "one by one": [[1], [0], [2]],
+    "not all": [[1]],
+    "none": [],
+}
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, 10**6])
+@pytest.mark.parametrize("passes", PASSES.values(), ids=PASSES.keys())
+@pytest.mark.parametrize("change", [None, "halved", "two dtypes"])
+def test_what_was_sent_during_backward_is_what_counts_in_the_end(
+    passes: list[list[int]], change: str | None, bucket_bytes: int
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    dtypes = [torch.float32, torch.float64 if change == "two dtypes" else torch.float32, torch.float32]
+    params = [((5_000,), dtype, "plain") for dtype in dtypes]
+    grads: list[Any] = [[_random(param, generator) for param in params] for _ in range(3)]
+    halved = frozenset([0]) if change == "halved" else frozenset()
+    problem = Problem(params, grads, [1.0, 0.5, 1.0], None, [passes, [[0, 1, 2]], [[2], [0, 1]]], halved)
+    wanted = run_steps([problem], alone(problem))[0][0]
+    same(replace(wanted, norm=truth(problem).norm), truth(problem))
+    for blocks in ((range(1), range(1, 3)), (range(1), range(1, 2), range(2, 3))):
+        for one_shot_bytes in (0, 10**9):
+            for (found,) in run_steps([problem], Machine(blocks, bucket_bytes, one_shot_bytes, early=True)):
+                same(found, wanted)

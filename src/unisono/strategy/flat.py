@@ -37,10 +37,13 @@ class FlatGroup:
     Args:
         named: Parameters by name, in the order in which backward reaches them.
         bucket_bytes: The unit of one exchange; the bits do not depend on it.
+        number: Among the groups of an optimizer.
     """
 
-    def __init__(self, named: Sequence[tuple[str, torch.Tensor]], bucket_bytes: int = BUCKET_BYTES) -> None:
-        self.params = [param for _, param in named]
+    def __init__(
+        self, named: Sequence[tuple[str, torch.Tensor]], bucket_bytes: int = BUCKET_BYTES, number: int = 0
+    ) -> None:
+        self.number, self.params = number, [param for _, param in named]
         first = self.params[0]
         itemsize = first.element_size()
         self.layout = FlatLayout.of([(name, param.numel()) for name, param in named], itemsize)
@@ -88,7 +91,9 @@ class FlatGroup:
         elif there_grads:
             torch._foreach_copy_(there_views, there_grads)
         if there_grads and scale != 1.0:
-            torch._foreach_mul_(there_views, scale)
+            # As a tensor: of a plain number, torch 2.13 on CPU rounds the scale itself to bfloat16 or float16 first.
+            dtype = torch.promote_types(self.dtype, torch.float32)
+            torch._foreach_mul_(there_views, torch.tensor(scale, dtype=dtype))
 
     def take(self, leaf: int, target: FlatBuffer) -> None:
         """Gives the tree the gradients of `leaf`, which are in `target`, and clears the parameters'."""

@@ -25,10 +25,17 @@ class Overlap:
     Attributes:
         armed: Whether the present micro-batch is watched.
         spoiled: Whether something sent in this step was not final.
+
+    Args:
+        before: The group whose buckets all go first.
     """
 
-    def __init__(self, comm: Collectives, group: FlatGroup, partition: Partition) -> None:
+    def __init__(self, comm: Collectives, group: FlatGroup, partition: Partition, before: Overlap | None) -> None:
         self.comm, self.group, self.partition = comm, group, partition
+        self._before = before
+        self._after: Overlap | None = None
+        if before is not None:
+            before._after = self
         self.armed = self.spoiled = False
         self._buckets_of = [
             [slot for slot, bucket in enumerate(partition.buckets) if s.offset < bucket.stop and bucket.start < s.stop]
@@ -78,10 +85,21 @@ class Overlap:
         self._ready.append(position)
         for slot in self._buckets_of[position]:
             self._missing[slot] -= 1
-        assert self._reduction is not None
-        while len(self._reduction.pending) < len(self._missing) and not self._missing[len(self._reduction.pending)]:
+        self._launch_ready()
+
+    @property
+    def _all_launched(self) -> bool:
+        return self._reduction is not None and len(self._reduction.pending) == len(self._missing)
+
+    def _launch_ready(self) -> None:
+        """Starts what is complete, in the one order of buckets and groups that all ranks keep."""
+        if self._reduction is None or (self._before is not None and not self._before._all_launched):
+            return
+        while not self._all_launched and not self._missing[len(self._reduction.pending)]:
             self._write_ready()
             self._reduction.launch_next()
+        if self._all_launched and self._after is not None:
+            self._after._launch_ready()
 
     def _write_ready(self) -> None:
         assert self._target is not None

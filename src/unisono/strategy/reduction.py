@@ -13,8 +13,9 @@ from unisono.strategy.base import StepPlan
 from unisono.strategy.flat import FlatBuffer, FlatGroup
 
 Nodes: TypeAlias = list[tuple[Node, FlatBuffer]]
-# Messages between two ranks match within a channel, so that one kind may overtake another.
-EXTRAS, GRADIENTS, RESULTS, BUFFERS = 1, 2, 3, 4
+# Messages between two ranks match within a channel, so that one kind may overtake another. Each group has a
+# channel of its own for its gradients: backward fills the buckets of two groups in turns, the ranks not alike.
+EXTRAS, RESULTS, BUFFERS, GRADIENTS = 1, 2, 3, 4
 
 
 class Partition:
@@ -69,7 +70,7 @@ class Reduction:
             receives.append([memory[offset + k * length : offset + (k + 1) * length] for k in range(count)])
             offset += count * length
         self.inboxes.append(receives)
-        self.pending.append(self.comm.exchange_shards(sends, receives, channel=GRADIENTS))
+        self.pending.append(self.comm.exchange_shards(sends, receives, channel=GRADIENTS + self.group.number))
 
     def drop(self) -> None:
         """Waits for what is under way and forgets it."""

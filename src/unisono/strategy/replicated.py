@@ -123,14 +123,16 @@ class ReplicatedStrategy(Strategy):
         kinds: dict[tuple[torch.dtype, torch.device], list[tuple[str, torch.Tensor]]] = defaultdict(list)
         for number, param in reversed(list(enumerate(params))):
             kinds[param.dtype, param.device].append((self.names.get(id(param), f"parameter {number}"), param))
-        self.groups = [FlatGroup(named, self._bucket_bytes) for named in kinds.values()]
+        self.groups = [FlatGroup(named, self._bucket_bytes, number) for number, named in enumerate(kinds.values())]
         # What one-shot sends more than a reduce-scatter and an all-gather do: nothing at W = 2.
         others = self.comm.world_size - 1
         extra = sum(group.num_bytes for group in self.groups) * others * (others - 1) // (others + 1)
         one_shot = extra < self._one_shot_bytes
         self._partitions = [Partition(group, self.comm, one_shot) for group in self.groups]
-        pairs = zip(self.groups, self._partitions, strict=True)
-        self._overlaps = [Overlap(self.comm, group, partition) for group, partition in pairs]
+        self._overlaps = []
+        for group, partition in zip(self.groups, self._partitions, strict=True):
+            before = self._overlaps[-1] if self._overlaps else None
+            self._overlaps.append(Overlap(self.comm, group, partition, before))
         for hook in self._hooks:
             hook.remove()
         if self.comm.world_size > 1:
