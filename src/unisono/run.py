@@ -248,11 +248,8 @@ class Run:
         if weight is not None:
             self._stepper.set_weight(float(weight))
         if self.device.type == "cpu" and self._stepper.weight > 0 and not math.isfinite(loss.item()):
-            raise InputError(
-                f"the loss in {where} is {loss.item()}; the weights are still those after step {self.step - 1}"
-                if self.step
-                else f"the loss in {where} is {loss.item()}; the weights are still the initial ones"
-            )
+            kept = f"those after {self.step} step{'s' * (self.step > 1)}" if self.step else "the initial ones"
+            raise InputError(f"the loss in {where} is {loss.item()}; the weights are still {kept}")
         self.log(loss=loss.detach())
         self.timer.enter("backward")
         loss.reshape(()).backward()  # type: ignore[no-untyped-call]
@@ -364,8 +361,12 @@ class Run:
             **self.ledger.summary(),
         }
 
-    def close(self, failed: bool = False) -> None:
+    def close(self, failed: bool = False, wait: bool = True) -> None:
         """Ends the run: pending updates, summary.json, connections. Idempotent; called at exit.
+
+        Args:
+            failed: Waits for nobody, and tells the others.
+            wait: Waits for the other ranks to come here too.
 
         Collective unless `failed`.
         """
@@ -380,10 +381,11 @@ class Run:
                 write_json(self.run_dir / "summary.json", {**self.summary(), "finished": not failed})
         finally:
             self.ledger.close()
-            self._session.close(failed)
+            self._session.close(failed, wait)
 
     def _at_exit(self) -> None:
-        self.close(failed=getattr(sys, "last_value", None) is not None)
+        # A script that calls sys.exit() on one rank comes here too: it must not wait where nobody comes.
+        self.close(failed=getattr(sys, "last_value", None) is not None, wait=not self._session.place.launcher_has_store)
 
     def __enter__(self) -> Run:
         return self

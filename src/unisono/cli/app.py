@@ -10,6 +10,7 @@ import typer
 from unisono.cli.run import run
 from unisono.cli.train import train
 from unisono.errors import UnisonoError
+from unisono.launch.failure import describe, own_traceback
 
 app = typer.Typer(
     name="unisono",
@@ -31,6 +32,9 @@ def main() -> None:
             traceback.print_exc()
         print(f"unisono: error: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
+    except Exception as error:  # the user's own, at one process
+        print(f"{own_traceback(error).rstrip()}\n\nunisono: error: {describe(error)}", file=sys.stderr)
+        sys.exit(1)
     except KeyboardInterrupt:
         print("unisono: interrupted", file=sys.stderr)
         sys.exit(130)

@@ -26,6 +26,7 @@ class Place:
         local_world_size: Processes on this host.
         origin: Who said so: "alone" or "torchrun" (which our own launcher also is, beneath).
         restarts: How often the job was restarted.
+        launcher_has_store: Whether the job's store lives in the launcher, and so outlives every rank.
         job: What our launcher hands over: "run_dir", "error_dir", "launcher" (its process id), "flags".
     """
 
@@ -35,6 +36,7 @@ class Place:
     local_world_size: int = 1
     origin: str = "alone"
     restarts: int = 0
+    launcher_has_store: bool = False
     job: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -68,7 +70,8 @@ def detect(environ: Mapping[str, str] | None = None) -> Place:
         raise InputError(f"the environment sets RANK={rank}, which is not below WORLD_SIZE={world_size}")
     local_world_size = _integer(env, "LOCAL_WORLD_SIZE") if env.get("LOCAL_WORLD_SIZE") else world_size
     restarts = _integer(env, "TORCHELASTIC_RESTART_COUNT") if env.get("TORCHELASTIC_RESTART_COUNT") else 0
-    return Place(rank, world_size, local_rank, local_world_size, "torchrun", restarts, job)
+    has_store = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return Place(rank, world_size, local_rank, local_world_size, "torchrun", restarts, has_store, job)
 
 
 def _integer(env: Mapping[str, str], name: str) -> int:

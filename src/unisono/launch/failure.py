@@ -14,6 +14,7 @@ from pathlib import Path
 from unisono.errors import CommError, UnisonoError
 
 _PACKAGE = str(Path(__file__).parents[1]) + os.sep
+_TYPER = f"{os.sep}typer{os.sep}"  # the command line's library, between ours and the user's
 
 
 @dataclass(frozen=True, order=True)
@@ -45,7 +46,7 @@ def describe(error: BaseException) -> str:
 
 def write_failure(path: Path, rank: int, error: BaseException) -> None:
     """Writes the record whole or not at all, before anything is torn down."""
-    text = "" if error.__traceback__ is None else _traceback(error)
+    text = "" if error.__traceback__ is None else own_traceback(error)
     message = describe(error)
     record = {
         "message": {"message": message, "extraInfo": {"py_callstack": text, "timestamp": str(int(time.time()))}},
@@ -63,12 +64,16 @@ def write_failure(path: Path, rank: int, error: BaseException) -> None:
     os.replace(partial, path)
 
 
-def _traceback(error: BaseException) -> str:
+def own_traceback(error: BaseException) -> str:
     """Leaves out the frames that led to the user's code; all are kept where there is none of the user's."""
     frame = error.__traceback__
-    while frame and frame.tb_frame.f_code.co_filename.startswith((_PACKAGE, "<frozen ")):
+    while frame and _is_on_the_way(frame.tb_frame.f_code.co_filename):
         frame = frame.tb_next
     return "".join(traceback.format_exception(type(error), error, frame or error.__traceback__))
+
+
+def _is_on_the_way(file: str) -> bool:
+    return file.startswith((_PACKAGE, "<frozen ")) or _TYPER in file or file.endswith(f"{os.sep}unisono")
 
 
 def read_failures(paths: Iterable[Path]) -> list[Failure]:

@@ -36,7 +36,7 @@ class Session:
     timeout_s: float
     _owns_group: bool = False
 
-    def close(self, failed: bool = False) -> None:
+    def close(self, failed: bool = False, wait: bool = True) -> None:
         """Ends the connections; waits for the other ranks first, unless the run failed. Idempotent.
 
         Raises:
@@ -46,7 +46,7 @@ class Session:
         if store is None:
             return
         try:
-            if not failed:
+            if wait and not failed:
                 # The host of the store must not leave while others still talk to it.
                 self.comm.barrier("the end of the run")
         finally:

@@ -46,11 +46,15 @@ def tensor_bytes(tensor: torch.Tensor) -> memoryview:
     return flat.view(torch.uint8).numpy().data
 
 
-def weights_digest(state: Mapping[str, torch.Tensor]) -> str:
+def weights_digest(weights: Mapping[str, torch.Tensor] | nn.Module) -> str:
     """Returns "sha256:" + hex over name, NUL, safetensors dtype, NUL, raw little-endian bytes, in name order.
+
+    Args:
+        weights: Tensors by name, or a model, whose `full_state` is then taken.
 
     Determinism: depends on nothing but the weights, so it is the same for every world size and strategy.
     """
+    state = full_state(weights) if isinstance(weights, nn.Module) else weights
     digest = hashlib.sha256()
     for name in sorted(state):
         tensor = state[name]
