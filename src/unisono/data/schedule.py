@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 
 from unisono.errors import InputError, require_positive_int
 
@@ -115,6 +116,15 @@ class Schedule:
         _check_rank(rank, world_size)
         return _block(self.num_micro(step), rank, world_size)
 
+    def blocks(self, step: int, world_size: int) -> tuple[range, ...]:
+        """Returns the block of every rank."""
+        return _blocks(self.num_micro(step), world_size)
+
+    def step_size(self, step: int) -> int:
+        """Returns the samples of `step`."""
+        start, stop = self._span(step)
+        return stop - start
+
     def max_block(self, step: int, world_size: int) -> int:
         """Returns the size of the largest block of `step`: the rounds that every rank must attend.
 
@@ -171,7 +181,7 @@ class Schedule:
 
     def _rank_micro_batches(self, rank: int, world_size: int, first_step: int) -> Iterator[MicroBatch]:
         for step in range(first_step, self.num_steps):
-            block = self.block(step, rank, world_size)
+            block = self.blocks(step, world_size)[rank]
             if not block:
                 yield self._micro(step, 0, is_last=True, shadow=True)
             for index in block:
@@ -182,6 +192,11 @@ def _block(num_micro: int, rank: int, world_size: int) -> range:
     size, larger = divmod(num_micro, world_size)
     start = rank * size + min(rank, larger)
     return range(start, start + size + (rank < larger))
+
+
+@lru_cache(maxsize=64)
+def _blocks(num_micro: int, world_size: int) -> tuple[range, ...]:
+    return tuple(_block(num_micro, rank, world_size) for rank in range(world_size))
 
 
 def _check_rank(rank: int, world_size: int) -> None:

@@ -69,6 +69,11 @@ def detect(environ: Mapping[str, str] | None = None) -> Place:
     if not 0 <= rank < world_size:
         raise InputError(f"the environment sets RANK={rank}, which is not below WORLD_SIZE={world_size}")
     local_world_size = _integer(env, "LOCAL_WORLD_SIZE") if env.get("LOCAL_WORLD_SIZE") else world_size
+    if not 0 <= local_rank < local_world_size <= world_size:
+        raise InputError(
+            f"the environment sets LOCAL_RANK={local_rank} and LOCAL_WORLD_SIZE={local_world_size}, which do not fit "
+            f"each other and WORLD_SIZE={world_size}"
+        )
     restarts = _integer(env, "TORCHELASTIC_RESTART_COUNT") if env.get("TORCHELASTIC_RESTART_COUNT") else 0
     has_store = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     return Place(rank, world_size, local_rank, local_world_size, "torchrun", restarts, has_store, job)

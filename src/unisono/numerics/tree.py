@@ -9,6 +9,7 @@ definition: whoever computes a node, in whatever order the parts arrive, gets th
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import lru_cache
 from typing import Generic, NamedTuple, TypeVar
 
 T = TypeVar("T")
@@ -33,7 +34,8 @@ def _root(num_leaves: int) -> Node:
     return Node((num_leaves - 1).bit_length(), 0)
 
 
-def roots(block: range, num_leaves: int) -> list[Node]:
+@lru_cache(maxsize=4096)
+def roots(block: range, num_leaves: int) -> tuple[Node, ...]:
     """Returns the fewest nodes that together cover `block`, in leaf order.
 
     It is what a rank holds after it has added all of its own leaves, known to everyone without asking.
@@ -45,7 +47,7 @@ def roots(block: range, num_leaves: int) -> list[Node]:
     tree: TreeAccumulator[None] = TreeAccumulator(num_leaves, lambda left, right: None)
     for leaf in block:
         tree.add(leaf, None)
-    return [node for node, _ in tree.items()]
+    return tuple(node for node, _ in tree.items())
 
 
 class TreeAccumulator(Generic[T]):

@@ -153,7 +153,7 @@ class Stepper:
         return any(len(unit.scales) >= self._count for unit in self.units)
 
     def _begin_step(self, micro: MicroBatch, schedule: Schedule) -> None:
-        blocks = tuple(schedule.block(micro.step, rank, self.comm.world_size) for rank in range(self.comm.world_size))
+        blocks = schedule.blocks(micro.step, self.comm.world_size)
         self._plan, self._schedule = StepPlan(micro.num_micro, blocks), schedule
         self._values = StepValues(self.device)
         self._norm, self._lr, self._stepped_at_once = None, math.nan, False
@@ -341,8 +341,7 @@ class Stepper:
         if not any(rank.units for rank in ranks) and not self._stepped_at_once:
             return  # nobody stepped anything: batches were only looked at, and that is no step
         self.step += 1
-        start, stop = (self._schedule.micro(self.micro.step, m) for m in (0, self.micro.num_micro - 1))
-        step, epoch, times, size = self.step, self.epoch, self.timer.take(), stop.stop - start.start
+        step, epoch, times, size = self.step, self.epoch, self.timer.take(), self._schedule.step_size(self.micro.step)
         norm, lr = self._norm, self._lr
 
         def outcome(values: dict[str, float]) -> StepOutcome:

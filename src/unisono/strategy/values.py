@@ -24,6 +24,7 @@ class StepValues:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._micros: list[dict[str, Any]] = []
+        self._names: set[str] = set()
         self._copy: tuple[torch.Tensor, torch.Event] | None = None
 
     def begin_micro_batch(self) -> None:
@@ -34,12 +35,13 @@ class StepValues:
         """Notes values of the present micro-batch; a later one of the same name replaces it."""
         if self._micros:
             self._micros[-1].update(values)
-            if len(self._micros[-1]) > MAX_VALUES:
-                raise InputError(f"more than {MAX_VALUES} values were logged in one step: {sorted(self._micros[-1])}")
+            self._names.update(values)
+            if len(self._names) > MAX_VALUES:
+                raise InputError(f"more than {MAX_VALUES} values were logged in one step: {self.names}")
 
     @property
     def names(self) -> list[str]:
-        return sorted({name for micro in self._micros for name in micro})
+        return sorted(self._names)
 
     @property
     def names_hash(self) -> int:
