@@ -62,7 +62,7 @@ def test_the_split_over_ranks_cannot_show(values: list[float], rng: random.Rando
         for leaf in rng.sample(block, len(block)):
             tree.add(leaf, values[leaf])
         held = list(tree.items())
-        assert [node for node, _ in held] == roots(block, num_leaves)  # what the other ranks expect of this one
+        assert tuple(node for node, _ in held) == roots(block, num_leaves)  # what the other ranks expect of this one
         parts += held
     total = accumulator(num_leaves)
     rng.shuffle(parts)

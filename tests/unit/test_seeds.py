@@ -28,12 +28,9 @@ def test_a_seed_never_changes() -> None:
 
 def test_a_seed_is_the_same_in_every_process() -> None:
     code = "from unisono.numerics.seeds import derive_seed; print(derive_seed(0, 'sample', 1, 2))"
-    for hash_seed in ("1", "2"):
-        environment = {"PYTHONHASHSEED": hash_seed, "PYTHONPATH": ":".join(sys.path)}
-        found = subprocess.run(
-            [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
-        )
-        assert int(found.stdout) == derive_seed(0, "sample", 1, 2)
+    environment = {"PYTHONHASHSEED": "1", "PYTHONPATH": ":".join(sys.path)}
+    found = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert int(found.stdout) == derive_seed(0, "sample", 1, 2)
 
 
 def test_seeds_are_all_different_and_fit_every_generator() -> None:
