@@ -19,7 +19,7 @@ from unisono.data.schedule import Schedule
 from unisono.errors import InputError, require_positive_int
 from unisono.launch.session import Session
 from unisono.observe.timer import PhaseTimer
-from unisono.recipe import check_micro_batch
+from unisono.recipe import check_clip_norm, check_micro_batch
 from unisono.strategy.base import StrategyFactory
 from unisono.strategy.replicated import ReplicatedStrategy
 from unisono.strategy.stepper import Stepper
@@ -63,8 +63,7 @@ class Preparation:
         """Puts our `step` before the optimizer's own, and the scheduler's behind it."""
         if isinstance(optimizer, LBFGS):
             raise InputError("LBFGS evaluates the loss several times a step, which unisono does not do: use another")
-        if clip_norm is not None and not clip_norm > 0:
-            raise InputError(f"clip_norm must be a positive number or None, got {clip_norm!r}")
+        check_clip_norm(clip_norm)
         if "_unisono" in optimizer.__dict__:
             raise InputError("this optimizer was prepared before: prepare each one once")
         if isinstance(schedule, ReduceLROnPlateau):

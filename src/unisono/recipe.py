@@ -102,8 +102,7 @@ class Recipe:
             raise InputError(f"Recipe.seed must be an integer, got {self.seed!r}")
         if self.precision not in PRECISIONS:
             raise InputError(f"Recipe.precision must be one of {', '.join(PRECISIONS)}, got {self.precision!r}")
-        if self.clip_norm is not None and not self.clip_norm > 0:
-            raise InputError(f"Recipe.clip_norm must be a positive number or None, got {self.clip_norm!r}")
+        check_clip_norm(self.clip_norm, "Recipe.")
         if self.train is None:
             raise InputError("Recipe.train must be a dataset, or a function that returns one, got None")
 
@@ -130,6 +129,17 @@ def check_micro_batch(global_batch: int, micro_batch: object, where: str) -> int
     return micro
 
 
+def check_clip_norm(clip_norm: object, where: str = "") -> None:
+    """Checks that `clip_norm` is a positive number or None.
+
+    Raises:
+        InputError: it is not.
+    """
+    is_number = isinstance(clip_norm, int | float) and not isinstance(clip_norm, bool)
+    if clip_norm is not None and not (is_number and clip_norm > 0):  # type: ignore[operator]
+        raise InputError(f"{where}clip_norm must be a positive number or None, got {clip_norm!r}")
+
+
 @dataclass(frozen=True)
 class LoadedRecipe:
     """A recipe with where it came from.
@@ -153,7 +163,7 @@ class LoadedRecipe:
     @property
     def digest(self) -> str:
         """A SHA-256, as "sha256:" + hex, over the name, options and settings."""
-        text = json.dumps([self.name, self.options, self.recipe.settings()], sort_keys=True, default=repr)
+        text = json.dumps([self.name, self.options, self.recipe.settings()], sort_keys=True, default=_said)
         return "sha256:" + hashlib.sha256(text.encode()).hexdigest()
 
     def with_steps(self, steps: int) -> LoadedRecipe:
@@ -246,6 +256,11 @@ def _parse(text: str, default: Any, key: str) -> Any:
     if default is not None and type(value) is not type(default):
         raise InputError(f"--set {key}={text}: {key} takes {_article(type(default).__name__)}, such as {default!r}")
     return value
+
+
+def _said(value: Any) -> str:
+    """Says what an option is; a function or a class by its name, since their `repr` holds an address."""
+    return getattr(value, "__qualname__", None) or repr(value)
 
 
 def _article(noun: str) -> str:

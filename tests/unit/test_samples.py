@@ -58,7 +58,7 @@ def test_a_sample_that_fails_is_named() -> None:
     with pytest.raises(KeyError) as caught:
         samples[2, 5]
     assert "sample 5 of epoch 2" in caught.value.__notes__[0]
-    with pytest.raises(InputError, match="^bad label$"):
+    with pytest.raises(InputError, match=r"^bad label$"):
         samples[2, 6]
 
 
