@@ -7,7 +7,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check -qq install
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup train test test-all lint bench-order wheel clean
+.PHONY: help setup train test test-all lint bench-order bench-step wheel clean
 
 help: ## list the commands
 	@grep -E '^[a-z-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -31,6 +31,10 @@ lint: .venv/.stamp ## check style, types and the direction of imports
 
 bench-order: .venv/.stamp ## measure the sample order against what others do
 	$(BIN)/python benchmarks/order.py $(ARGS)
+
+bench-step: .venv/.stamp ## measure the price of a step beside raw DDP
+	$(BIN)/python benchmarks/step.py $(ARGS)
+	$(BIN)/python benchmarks/overhead.py
 
 wheel: .venv/.stamp ## build dist/*.whl
 	@# setuptools would pack files that an older build/ still holds.

@@ -20,6 +20,8 @@ from unisono.launch.guard import die_with_parent, leave_process_group
 
 # Micro-batches whose order is computed in one vectorised call: it costs about as much as for a single one.
 _ORDER_CHUNK = 32
+# Arguments of a DataLoader that it takes only with workers.
+_OF_WORKERS = ("multiprocessing_context", "persistent_workers", "prefetch_factor", "timeout", "worker_init_fn")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,25 +95,40 @@ class _WorkerStart:
             self.own(worker)
 
 
+@dataclass
 class _Keys:
-    """The batch sampler: lists of (epoch, index), one a micro-batch, computed as they are asked for."""
+    """The batch sampler: lists of (epoch, index), one a micro-batch, computed as they are asked for.
 
-    def __init__(self, owner: MicroBatchLoader) -> None:
-        self._owner = owner
+    It knows its loader's values, not the loader: a cycle of references would leave the workers to the garbage
+    collector, where torch waits five seconds for each (persistent ones, torch 2.13).
+
+    Attributes:
+        schedule: Which positions form which micro-batch.
+        place: (rank, world size).
+        seed: Of the order.
+        shuffle: Whether there is an order but the dataset's.
+        epoch: The one that the next iteration is.
+    """
+
+    schedule: Schedule
+    place: tuple[int, int]
+    seed: int
+    shuffle: bool
+    epoch: int = -1
 
     def __iter__(self) -> Iterator[list[Key]]:
-        owner = self._owner
-        order = permutation(owner.seed, owner.epoch, owner.schedule.num_samples)
-        micros = owner.micro_batches()
+        epoch = self.epoch  # two iterations may go on at once
+        order = permutation(self.seed, epoch, self.schedule.num_samples)
+        micros = self.schedule.rank_micro_batches(*self.place)
         while chunk := list(islice(micros, _ORDER_CHUNK)):
             positions = np.concatenate([np.arange(micro.start, micro.stop) for micro in chunk])
-            indices = (order(positions) if owner.options.shuffle else positions).tolist()
+            indices = (order(positions) if self.shuffle else positions).tolist()
             for micro in chunk:
-                yield [(owner.epoch, index) for index in indices[: micro.num_samples]]
+                yield [(epoch, index) for index in indices[: micro.num_samples]]
                 del indices[: micro.num_samples]
 
     def __len__(self) -> int:
-        return len(self._owner)
+        return self.schedule.num_rank_micro_batches(*self.place)
 
 
 class MicroBatchLoader:
@@ -149,8 +166,7 @@ class MicroBatchLoader:
     ) -> None:
         check_dataset(dataset, "the dataset")
         self.dataset, self.schedule, self.seed, self.device, self.options = dataset, schedule, seed, device, options
-        self.epoch = -1
-        self._place = place
+        self._keys = _Keys(schedule, place, seed, options.shuffle)
         self._on_fetch, self._on_micro, self._on_end = on_fetch, on_micro, on_end
         extra = dict(options.extra or {})
         if device.type != "cpu":
@@ -158,11 +174,11 @@ class MicroBatchLoader:
         if options.num_workers:
             extra["worker_init_fn"] = _WorkerStart(extra.get("worker_init_fn"))
         else:
-            extra = {k: v for k, v in extra.items() if k not in ("multiprocessing_context", "persistent_workers")}
+            extra = {k: v for k, v in extra.items() if k not in _OF_WORKERS}
         samples, collate = fetching(dataset, seed, options.collate)
         self._loader: DataLoader[Any] = DataLoader(
             samples,
-            batch_sampler=_Keys(self),
+            batch_sampler=self._keys,
             collate_fn=collate,
             num_workers=options.num_workers,
             **extra,
@@ -170,7 +186,12 @@ class MicroBatchLoader:
 
     def __len__(self) -> int:
         """Micro-batches that this rank will see in an epoch."""
-        return self.schedule.num_rank_micro_batches(*self._place)
+        return len(self._keys)
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the last iteration that was begun, from 0."""
+        return self._keys.epoch
 
     @property
     def steps_per_epoch(self) -> int:
@@ -179,11 +200,11 @@ class MicroBatchLoader:
 
     def micro_batches(self) -> Iterator[MicroBatch]:
         """This rank's micro-batches of an epoch, in order."""
-        return self.schedule.rank_micro_batches(*self._place)
+        return self.schedule.rank_micro_batches(*self._keys.place)
 
     def __iter__(self) -> Iterator[Any]:
-        self.epoch += 1
-        epoch = self.epoch
+        self._keys.epoch += 1
+        epoch = self._keys.epoch
         batches = iter(self._loader)
         for micro in self.micro_batches():
             self._on_fetch()
