@@ -310,14 +310,13 @@ class Run:
 
         Collective: every rank calls it.
         """
-        started, phase = time.perf_counter(), self.timer.phase
+        started = time.perf_counter()
         self._settle_before_reading()
-        self.timer.enter(None)
         plan = EvalPlan.of(data, self._prepared.micro_batch, self.seed, options)
-        found = evaluate(self._session, model, metric, plan)
+        with self.timer.paused():
+            found = evaluate(self._session, model, metric, plan)
         seconds = time.perf_counter() - started
         self.ledger.evaluation(EvalRecord(step=self.step, epoch=self._stepper.epoch, metrics=found, eval_s=seconds))
-        self.timer.enter(phase)
         return found["value"] if list(found) == ["value"] else found
 
     def predict(self, model: nn.Module, data: Any, function: Callable[[nn.Module, Any], Any], **options: Any) -> Any:

@@ -56,7 +56,10 @@ def test_each_phase_gets_its_time(clock: Clock) -> None:
 
 def test_a_step_begins_where_the_last_one_ended(clock: Clock) -> None:
     phases = PhaseTimer(torch.device("cpu"))
+    clock.now += 100  # between the run's opening and its first batch: no step's time
+    phases.enter("data")
     clock.now += 7
+    phases.enter(None)
     first = phases.take()
     phases.enter("forward")
     clock.now += 2
@@ -68,6 +71,18 @@ def test_a_step_begins_where_the_last_one_ended(clock: Clock) -> None:
     assert first()["step_s"] == 7
     assert second() == {"step_s": 3, "forward_s": 2, "data_s": 0, "backward_s": 0, "reduce_s": 0, "optimizer_s": 0}
     assert set(third().values()) == {0}
+
+
+def test_an_evaluation_counts_for_no_step_and_no_phase(clock: Clock) -> None:
+    phases = PhaseTimer(torch.device("cpu"))
+    phases.enter("forward")
+    clock.now += 2
+    with phases.paused():
+        clock.now += 50
+    clock.now += 1
+    phases.enter(None)
+    times = phases.take()()
+    assert times == {"step_s": 3, "forward_s": 3, "data_s": 0, "backward_s": 0, "reduce_s": 0, "optimizer_s": 0}
 
 
 def test_the_names_are_those_of_the_records() -> None:

@@ -21,23 +21,26 @@ def train(
     ] = None,
     steps: Annotated[int | None, typer.Option(help="End after this many optimizer steps.")] = None,
     run_dir: Annotated[str | None, typer.Option(help="Folder of the run. Default: runs/NAME-TIME.")] = None,
-    num_workers: Annotated[int, typer.Option(help="Loader processes a rank; cannot show in the weights.")] = 0,
-    strategy: Annotated[str, typer.Option(help="How ranks share the work: ddp.")] = "ddp",
+    num_workers: Annotated[
+        int | None, typer.Option(help="Loader processes a rank; cannot show in the weights. Default: 0.")
+    ] = None,
+    strategy: Annotated[str | None, typer.Option(help="How ranks share the work. Default: ddp.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON on standard output.")] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks of wrong input too.")] = False,
 ) -> None:
     """Train a recipe: the same weights, bit for bit, on any number of processes."""
     if nproc is not None and nproc < 1:
         raise InputError(f"--nproc {nproc}: a run needs at least one process")
-    if num_workers < 0:
+    if num_workers is not None and num_workers < 0:
         raise InputError(f"--num-workers {num_workers}: it must be 0 or more")
     # Only now torch: help and slips of the keyboard should not wait for it.
     from unisono.cli.training import start
     from unisono.cli.worker import RecipeJob
 
     settings = _settings(set_ or [])
-    job = RecipeJob(source=recipe, settings=settings, steps=steps, num_workers=num_workers, strategy=strategy)
-    start(job, nproc=nproc, run_dir=run_dir, as_json=json, debug=debug)
+    how = {"nproc": nproc, "num_workers": num_workers, "strategy": strategy, "run_dir": run_dir}
+    given = {name: value for name, value in how.items() if value is not None}
+    start(RecipeJob(source=recipe, settings=settings, steps=steps), given, as_json=json, debug=debug)
 
 
 def _settings(pairs: list[str]) -> dict[str, str]:

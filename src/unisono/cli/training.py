@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import platform
 import sys
+from collections.abc import Mapping
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -22,21 +24,30 @@ from unisono.prepare import check_world_size
 from unisono.recipe import LoadedRecipe
 
 
-def start(job: RecipeJob, *, nproc: int | None, run_dir: str | None, as_json: bool, debug: bool) -> None:
-    """Trains a recipe on `nproc` processes of this host.
+def start(job: RecipeJob, given: Mapping[str, Any], *, as_json: bool, debug: bool) -> None:
+    """Trains a recipe on the processes of this host.
+
+    Args:
+        job: The recipe and its options.
+        given: What the command line says of "nproc", "num_workers", "strategy" and "run_dir"; the rest is default.
+        as_json: Print the summary as JSON.
+        debug: Show tracebacks of wrong input too.
 
     Raises:
         InputError: the recipe or an option cannot work; nothing was started.
         RanksFailed: a rank failed.
         Interrupted: the run was stopped; its summary is written.
     """
+    job = replace(job, **{name: given[name] for name in ("num_workers", "strategy") if name in given})
     check_strategy(job.strategy)
     loaded = job.load()
     recipe = loaded.recipe
-    nproc = min(devices(), recipe.full_num_micro) if nproc is None else nproc
+    nproc = given["nproc"] if "nproc" in given else min(devices(), recipe.full_num_micro)
     check_world_size(nproc, recipe.global_batch, recipe.micro_batch or recipe.global_batch)
-    folder = make_run_dir(run_dir, loaded.name)
-    _describe(loaded, folder, {"nproc": nproc, "num_workers": job.num_workers, "strategy": job.strategy})
+    folder = make_run_dir(given.get("run_dir"), loaded.name)
+    execution = {"nproc": nproc, "num_workers": job.num_workers, "strategy": job.strategy}
+    origins = {name: f"--{name.replace('_', '-')}" if name in given else "default" for name in execution}
+    _describe(loaded, folder, execution, {**loaded.origins, **origins})
     print(f"{loaded.name}: {nproc} process{'es' * (nproc > 1)}, {job.strategy}; {folder}", file=sys.stderr)
     try:
         if nproc == 1:
@@ -52,7 +63,7 @@ def start(job: RecipeJob, *, nproc: int | None, run_dir: str | None, as_json: bo
     show_summary(folder, as_json=as_json)
 
 
-def _describe(loaded: LoadedRecipe, folder: Path, execution: dict[str, Any]) -> None:
+def _describe(loaded: LoadedRecipe, folder: Path, execution: dict[str, Any], origins: dict[str, str]) -> None:
     """Writes recipe.json: what defines the run, and what it was made with."""
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     record = {
@@ -61,7 +72,7 @@ def _describe(loaded: LoadedRecipe, folder: Path, execution: dict[str, Any]) -> 
         "digest": loaded.digest,
         "options": loaded.options,
         "settings": loaded.recipe.settings(),
-        "origins": loaded.origins,
+        "origins": origins,
         "code_sha256": loaded.code_sha256,
         "execution": execution,
         "versions": {

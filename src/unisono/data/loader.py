@@ -222,5 +222,6 @@ def _next(batches: Iterator[Any]) -> Any:
         text = str(error)
         if "Original Traceback" not in text:
             raise
-        mark = f"{InputError.__module__}.{InputError.__qualname__}: "
-        raise InputError(text.rsplit(mark, 1)[-1].strip()) from None
+        error.__traceback__ = None  # torch's frames hold the error and the workers in one cycle
+    mark = f"{InputError.__module__}.{InputError.__qualname__}: "
+    raise InputError(text.rsplit(mark, 1)[-1].strip())

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
-
-if TYPE_CHECKING:
-    import torch
+from typing import Any, Protocol
 
 
 @dataclass(frozen=True)
@@ -18,7 +15,7 @@ class StepOutcome:
         step: Updates done, this one included.
         epoch: From 0.
         num_samples: Samples of the step.
-        grad_norm: Of the first optimizer, on its device; None if it was not stepped.
+        grad_norm: Reads that of the first optimizer; None if it was not stepped.
         lr: Of the first optimizer, as used in this step.
         values: Means of the logged values.
         times: Resolves to this rank's times.
@@ -27,7 +24,7 @@ class StepOutcome:
     step: int
     epoch: int
     num_samples: int
-    grad_norm: torch.Tensor | None
+    grad_norm: Callable[[], float] | None
     lr: float
     values: dict[str, float]
     times: Callable[[], dict[str, float]]

@@ -45,7 +45,7 @@ class Ledger:
             samples=self.samples,
             loss=values.pop("loss", None),
             lr=outcome.lr,
-            grad_norm=None if outcome.grad_norm is None else outcome.grad_norm.item(),
+            grad_norm=None if outcome.grad_norm is None else outcome.grad_norm(),
             times=times,
             samples_per_s=outcome.num_samples / times["step_s"],
             values=values,

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -31,11 +32,13 @@ class PhaseTimer:
         self._mark: torch.Event | None = None
         self._host = dict.fromkeys(PHASES, 0.0)
         self._spans: list[tuple[str, torch.Event, torch.Event]] = []
-        self._step_started = time.perf_counter()
+        self._step_started: float | None = None
 
     def enter(self, phase: str | None) -> None:
         """Ends the present phase and starts another; None is time that belongs to nobody."""
         now = time.perf_counter()
+        if self._step_started is None:
+            self._step_started = now  # the first step begins here, not where the run was opened
         if self.phase is not None and (not self._events or self.phase == "data"):
             self._host[self.phase] += now - self._since
         if self._events:
@@ -46,13 +49,27 @@ class PhaseTimer:
             self._mark = mark
         self.phase, self._since = phase, now
 
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """What happens inside, an evaluation say, counts for no phase and no step."""
+        started, phase, in_step = time.perf_counter(), self.phase, self._step_started is not None
+        self.enter(None)
+        try:
+            yield
+        finally:
+            self.enter(phase)
+            if in_step and self._step_started is not None:
+                self._step_started += time.perf_counter() - started
+            else:
+                self._step_started = None
+
     def take(self) -> Callable[[], dict[str, float]]:
         """Ends a step; the function it returns gives {"step_s", "data_s", ...}.
 
         Units: seconds.
         """
         now = time.perf_counter()
-        step_s, self._step_started = now - self._step_started, now
+        step_s, self._step_started = now - (now if self._step_started is None else self._step_started), now
         host, self._host = self._host, dict.fromkeys(PHASES, 0.0)
         spans, self._spans = self._spans, []
 

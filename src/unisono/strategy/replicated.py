@@ -102,6 +102,7 @@ class ReplicatedStrategy(Strategy):
             for param, view in zip(group.params, result.views, strict=True):
                 param.grad = view if present[position] else None
                 position += 1
+        self._leave_out_newcomers()
         self._reductions = []
         return norm
 
@@ -110,6 +111,17 @@ class ReplicatedStrategy(Strategy):
 
     def parameter_names(self) -> list[str]:
         return [segment.name for group in self.groups for segment in group.layout.segments]
+
+    def _leave_out_newcomers(self) -> None:
+        """Parameters that were thawed or added since the step began take part from the next one on.
+
+        Their gradients are this rank's alone: an update with them would part the ranks.
+        """
+        known = set(self._members)
+        for group in self.optimizer.param_groups:
+            for param in group["params"]:
+                if id(param) not in known:
+                    param.grad = None
 
     def _adopt_parameters(self) -> None:
         """Lays the trainable parameters out; again where the user froze, thawed or added some."""

@@ -28,7 +28,7 @@ from unisono.strategy.base import StepPlan
 from unisono.strategy.buffers import ModelBuffers
 from unisono.strategy.extras import ExtrasExchange, RankStep
 from unisono.strategy.unit import Unit
-from unisono.strategy.values import StepValues, average
+from unisono.strategy.values import StepValues, average, read_later
 
 
 @dataclass
@@ -342,10 +342,12 @@ class Stepper:
             return  # nobody stepped anything: batches were only looked at, and that is no step
         self.step += 1
         step, epoch, times, size = self.step, self.epoch, self.timer.take(), self._schedule.step_size(self.micro.step)
-        norm, lr = self._norm, self._lr
+        norm = None if self._norm is None else read_later(self._norm)
+        lr = self._lr
 
         def outcome(values: dict[str, float]) -> StepOutcome:
-            return StepOutcome(step, epoch, size, norm, lr, values, times)
+            grad_norm = None if norm is None else lambda: float(norm())
+            return StepOutcome(step, epoch, size, grad_norm, lr, values, times)
 
         counts = [len(block) for block in self._plan.blocks]
         self._waiting.append(_Waiting(self._values, counts, [rank.scales for rank in ranks], outcome))

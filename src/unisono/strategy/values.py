@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ class StepValues:
         self._device = device
         self._micros: list[dict[str, Any]] = []
         self._names: set[str] = set()
-        self._copy: tuple[torch.Tensor, torch.Event] | None = None
+        self._copy: Callable[[], torch.Tensor] | None = None
 
     def begin_micro_batch(self) -> None:
         """Starts the next micro-batch of this rank's block."""
@@ -50,24 +50,32 @@ class StepValues:
     def start_copy(self) -> None:
         """On an accelerator, starts to bring the values to the host."""
         flat = [micro.get(name, math.nan) for micro in self._micros for name in self.names]
-        if self._device.type == "cpu" or not flat:
-            return
-        there = [torch.as_tensor(value, dtype=torch.float32).detach().to(self._device) for value in flat]
-        stacked = torch.stack([value.reshape(()) for value in there])
-        host = torch.empty(len(flat), dtype=torch.float32, pin_memory=True)
-        host.copy_(stacked, non_blocking=True)
-        done = torch.Event(self._device)
-        done.record()
-        self._copy = (host, done)
+        if self._device.type != "cpu" and flat:
+            there = [torch.as_tensor(value, dtype=torch.float32).detach().to(self._device) for value in flat]
+            self._copy = read_later(torch.stack([value.reshape(()) for value in there]))
 
     def read(self) -> list[list[float]]:
         """Returns a row a micro-batch, in the order of `names`."""
         names = self.names
         if self._copy is not None:
-            host, done = self._copy
-            done.synchronize()
-            return host.view(len(self._micros), len(names)).tolist() if names else []
+            return self._copy().view(len(self._micros), len(names)).tolist()
         return [[_number(micro.get(name, math.nan), name) for name in names] for micro in self._micros]
+
+
+def read_later(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+    """Returns what gives `tensor` on the host: from an accelerator by a copy behind the work in its stream."""
+    if tensor.device.type == "cpu":
+        return lambda: tensor
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    host.copy_(tensor, non_blocking=True)
+    done = torch.Event(tensor.device)
+    done.record()
+
+    def read() -> torch.Tensor:
+        done.synchronize()
+        return host
+
+    return read
 
 
 def _number(value: Any, name: str) -> float:
