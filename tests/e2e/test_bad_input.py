@@ -163,7 +163,7 @@ def test_a_loss_that_is_nan_later_says_after_which_step_the_weights_are(unisono:
     file = recipe_file(tmp_path, loss="value * float('nan' if batch[0].new_tensor(calls()) > 3 else 1)")
     with (tmp_path / file).open("a") as text:
         text.write("\nimport itertools\ncounter = itertools.count(1)\ndef calls():\n    return next(counter)\n")
-    check(unisono("train", file, "--nproc", "1"), "step 1, micro-batch 1", "nan", "after step")
+    check(unisono("train", file, "--nproc", "1"), "step 1, micro-batch 1", "nan", "after 1 step")
 
 
 def test_debug_shows_where_it_was_raised(unisono: InProcess, tmp_path: Path) -> None:

@@ -227,7 +227,8 @@ def test_a_recipe_file_with_options_and_a_neighbour(
     assert record["options"] == {
         "width": 8, "lr": 1.0, "betas": [0.5, 0.9], "name": "7", "bias": False, "n": 3,
     }  # fmt: skip
-    assert set(record["origins"].values()) == {"--set"}
+    assert {record["origins"][name] for name in record["options"]} == {"--set"}
+    assert {record["origins"][name] for name in record["execution"]} <= {"--nproc", "default"}
     assert re.match(r"my_own-\d{8}-\d{6}", Path(changed["run_dir"]).name)
 
 
