@@ -88,6 +88,13 @@ def test_what_json_has_no_word_for_is_null(tmp_path: Path) -> None:
     assert plain({"a": [1.0, math.nan, ("x", math.inf)], "b": True}) == {"a": [1.0, None, ["x", None]], "b": True}
 
 
+class Lone:
+    """Something that no file can hold."""
+
+    def __str__(self) -> str:
+        return "\ud800"
+
+
 def test_a_json_file_is_whole_or_what_it_was(tmp_path: Path) -> None:
     path = tmp_path / "summary.json"
     write_json(path, {"loss": math.nan, "path": tmp_path, "n": 3})
@@ -95,6 +102,9 @@ def test_a_json_file_is_whole_or_what_it_was(tmp_path: Path) -> None:
     before = path.read_bytes()
     with pytest.raises(TypeError):
         write_json(path, {(1, 2): "a key that JSON cannot have"})
+    assert path.read_bytes() == before
+    with pytest.raises(UnicodeEncodeError):  # found out only while it is being written
+        write_json(path, {"text": "x" * 100_000, "lone": Lone()})
     assert path.read_bytes() == before
     write_json(path, {"n": 4})
     assert json.loads(path.read_text()) == {"n": 4}

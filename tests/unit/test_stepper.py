@@ -54,9 +54,12 @@ class Rig:
 
 
 def net(seed: int = 0) -> nn.Sequential:
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        return nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 1))
+    # From a generator of its own: ranks that are threads share the global one.
+    model, generator = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 1)), torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.copy_(torch.randn(param.shape, generator=generator) / 2)
+    return model
 
 
 def loss_of(model: Callable[..., Any], batch: Any) -> torch.Tensor:
@@ -395,6 +398,23 @@ def test_parameters_may_be_added_thawed_and_frozen_in_mid_run(make: Any, change:
     assert whole != plain(batches, make)
 
 
+def test_gradients_need_not_be_cleared_by_the_loop() -> None:
+    """A micro-batch starts without gradients: what the loop left in them would be added once a rank, not once."""
+    found = []
+    for tidy in (True, False):
+        rig, model = Rig(), net()
+        optimizer = rig.optimizer(model, sgd(model))
+        for batch in rig.loader():
+            loss_of(model, batch).backward()
+            optimizer.step()
+            if tidy:
+                optimizer.zero_grad()
+            else:
+                loss_of(model, batch).backward()  # to look at something, say
+        found.append(weights(model))
+    assert found[0] == found[1] != weights(net())
+
+
 def test_a_closure_is_called_and_its_loss_returned() -> None:
     rig, model = Rig(), net()
     optimizer = rig.optimizer(model, sgd(model))
@@ -484,6 +504,7 @@ def test_a_prepared_model_can_be_copied_and_pickled(world_size: int) -> None:
             copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model)), saved_and_loaded(model)]
             for other in copies:
                 assert weights(other) == weights(model)
+                assert phases_of(rig, other, batch) == [None]
                 # It lives a life of its own: its backward is nobody's gradient.
                 loss_of(other, batch).backward()
                 plain_optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
@@ -496,6 +517,17 @@ def test_a_prepared_model_can_be_copied_and_pickled(world_size: int) -> None:
     run_threads(world_size, body)
     alone, copied = run_threads(1, lambda comm: train(comm, 0)), run_threads(1, lambda comm: train(comm, 0))
     assert alone == copied
+
+
+def phases_of(rig: Rig, model: nn.Module, batch: Any) -> list[str | None]:
+    """What the run's timer hears of a model's forward and backward."""
+    timer, heard = rig.stepper.timer, []
+    enter, timer.enter = timer.enter, heard.append  # type: ignore[method-assign, assignment]
+    timer.phase, before = "forward", timer.phase
+    loss_of(model, batch).backward()
+    timer.enter, timer.phase = enter, before  # type: ignore[method-assign]
+    model.zero_grad()
+    return heard or [None]
 
 
 def saved_and_loaded(model: nn.Module) -> nn.Module:
@@ -549,6 +581,8 @@ def test_names_are_the_models_own() -> None:
     model = net()
     before = list(model.state_dict())
     rig = Rig()
+    batch = next(iter(rig.loader()))
     rig.optimizer(model, sgd(model))
     assert list(model.state_dict()) == before
     assert type(model) is nn.Sequential
+    assert phases_of(rig, model, batch) == ["backward"]

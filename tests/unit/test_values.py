@@ -101,6 +101,11 @@ def test_the_split_over_ranks_cannot_show() -> None:
     assert len(found) == 1
 
 
+def test_totals_are_added_exactly() -> None:
+    values = [1e16, 1.0, -1e16, 1.0]
+    assert average(["x"], [rank([1.0] * 4, [[value] for value in values])], [4]) == {"x": 0.5}
+
+
 def test_shadows_and_weightless_micro_batches_do_not_count() -> None:
     ranks = [rank([1.0, 0.0], [[3.0], [999.0]]), rank([], [[777.0]])]
     assert average(["loss"], ranks, [2, 0]) == {"loss": 3.0}

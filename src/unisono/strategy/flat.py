@@ -76,7 +76,7 @@ class FlatGroup:
         there_views, there_grads = [], []
         for position in positions:
             grad, view = self.params[position].grad, target.views[position]
-            if grad is None:
+            if grad is None or scale == 0.0:  # a mean over nothing is not a number, and counts for nothing
                 # Added, not skipped: -0.0 + 0.0 is 0.0 wherever this leaf happens to be computed.
                 view.add_(0.0) if onto else view.zero_()
                 continue

@@ -96,11 +96,16 @@ def average(names: Sequence[str], ranks: Sequence[RankStep], counts: Sequence[in
         counts: Micro-batches of each rank.
     """
     found = {}
+    # The weights of the first optimizer that was stepped; a GAN's others may rest.
+    units = range(len(ranks[0].scales))
+    unit = next((k for k in units if any(any(rank.scales[k]) for rank in ranks)), None)
     for column, name in enumerate(names):
         pairs = [
             (scale, row[column])
             for rank, count in zip(ranks, counts, strict=True)
-            for scale, row in zip(rank.scales[0][:count] if rank.scales else (), rank.values[:count], strict=False)
+            for scale, row in zip(
+                [1.0] * count if unit is None else rank.scales[unit][:count], rank.values[:count], strict=False
+            )
             if scale > 0 and not math.isnan(row[column])
         ]
         weight = math.fsum(scale for scale, _ in pairs)
