@@ -49,9 +49,9 @@ class Problem:
         return [list(range(len(self.params)))] if self.passes is None else self.passes[leaf]
 
     def final(self, leaf: int, number: int) -> torch.Tensor | None:
-        """What is in `grad` when `optimizer.step()` is called."""
+        """What is in `grad` when `optimizer.step()` is called, if it counts."""
         grad, times = self.grads[leaf][number], sum(number in some for some in self.reached(leaf))
-        if grad is None or times == 0:
+        if grad is None or times == 0 or self.scales[leaf] == 0:  # a micro-batch without weight is not there
             return None
         total = sum([grad] * (times - 1), grad)
         return total * 0.5 if leaf in self.halved else total

@@ -501,6 +501,7 @@ def test_a_prepared_model_can_be_copied_and_pickled(world_size: int) -> None:
         for number, batch in enumerate(rig.loader()):
             turn(rig, model, optimizer, batch)
             average.update_parameters(model)
+            assert b"PhaseTimer" not in pickle.dumps(model)  # nothing of the run goes with it
             copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model)), saved_and_loaded(model)]
             for other in copies:
                 assert weights(other) == weights(model)

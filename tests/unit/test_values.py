@@ -109,4 +109,10 @@ def test_totals_are_added_exactly() -> None:
 def test_shadows_and_weightless_micro_batches_do_not_count() -> None:
     ranks = [rank([1.0, 0.0], [[3.0], [999.0]]), rank([], [[777.0]])]
     assert average(["loss"], ranks, [2, 0]) == {"loss": 3.0}
-    assert math.isnan(average(["loss"], [rank([0.0], [[5.0]])], [1])["loss"])
+    # Where no micro-batch has a weight, they have the same.
+    assert average(["loss"], [rank([0.0, 0.0], [[5.0], [6.0]]), rank([0.0], [[10.0]])], [2, 1]) == {"loss": 7.0}
+
+
+def test_the_weights_are_those_of_the_first_optimizer_that_was_stepped() -> None:
+    ranks = [RankStep(step=0, scales=[[], [1.0, 3.0]], values=[[5.0], [9.0]])]
+    assert average(["loss"], ranks, [2]) == {"loss": 8.0}
