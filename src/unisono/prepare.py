@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from types import MethodType
@@ -11,7 +12,7 @@ import torch
 from torch import nn
 from torch.optim import LBFGS, Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Subset
 
 from unisono.data.loader import LoaderOptions, MicroBatchLoader, from_dataloader
 from unisono.data.samples import check_dataset
@@ -57,10 +58,15 @@ class Preparation:
         self._stepper.add_model(model)
         model.register_forward_hook(_BackwardWatch(self._timer))
 
-    def add_optimizer(
-        self, model: nn.Module, optimizer: Optimizer, schedule: LRScheduler | None, clip_norm: float | None
-    ) -> None:
-        """Puts our `step` before the optimizer's own, and the scheduler's behind it."""
+    @staticmethod
+    def check_optimizer(optimizer: Any, schedule: LRScheduler | None, clip_norm: float | None) -> None:
+        """Checks before anything is changed.
+
+        Raises:
+            InputError: the optimizer, scheduler or norm cannot work.
+        """
+        if not isinstance(optimizer, Optimizer):
+            raise InputError(f"prepare(model, optimizer, ...) got {type(optimizer).__name__} as its optimizer")
         if isinstance(optimizer, LBFGS):
             raise InputError("LBFGS evaluates the loss several times a step, which unisono does not do: use another")
         check_clip_norm(clip_norm)
@@ -68,8 +74,24 @@ class Preparation:
             raise InputError("this optimizer was prepared before: prepare each one once")
         if isinstance(schedule, ReduceLROnPlateau):
             raise InputError("ReduceLROnPlateau needs a metric: call its step(metric) yourself after an evaluation")
-        names = {id(param): name for name, param in model.named_parameters()}
+
+    def add_optimizer(
+        self,
+        optimizer: Optimizer,
+        schedule: LRScheduler | None,
+        clip_norm: float | None,
+        on_note: Callable[[str], None],
+    ) -> None:
+        """Puts our `step` before the optimizer's own, and the scheduler's behind it."""
+        models = self.models.items()
+        prefixes = {name: f"{name}." if len(models) > 1 else "" for name, _ in models}
+        names = {id(param): prefixes[m] + name for m, model in models for name, param in model.named_parameters()}
         own = [param for group in optimizer.param_groups for param in group["params"] if id(param) not in names]
+        if own:
+            on_note(
+                f"{len(own)} parameters of the optimizer are in no prepared model, so neither in its state nor its "
+                "digest; several models of one optimizer go into one call: prepare((one, other), optimizer, ...)"
+            )
         self._session.comm.broadcast([param.detach() for param in own])
         strategy = self._factory(self._session.comm, optimizer, names)
         unit = Unit(strategy, optimizer.step, clip_norm=clip_norm)
@@ -107,6 +129,7 @@ class Preparation:
         flag = self._session.place.flags.get("num_workers")
         options = options if flag is None else replace(options, num_workers=flag)
         size = check_dataset(data, "the dataset")
+        self._check_alike(data, size)
         global_batch = require_positive_int(micro_batch if global_batch is None else global_batch, "global_batch")
         micro_batch = check_micro_batch(global_batch, global_batch if micro_batch is None else micro_batch, "")
         place = (self._session.place.rank, self._session.place.world_size)
@@ -128,6 +151,20 @@ class Preparation:
             on_micro=lambda epoch, micro: self._stepper.begin(epoch, micro, schedule),
             on_end=self._stepper.settle,
         )
+
+    def _check_alike(self, data: Any, size: int) -> None:
+        found = self._session.comm.gather_objects(_fingerprint(data, size))
+        for rank, other in enumerate(found):
+            if other != found[0]:
+                raise InputError(
+                    f"rank {rank} has another dataset than rank 0 (or another split of it): call unisono.init() before "
+                    "anything random, or give the split a generator of its own"
+                )
+
+
+def _fingerprint(data: Any, size: int) -> tuple[int, int]:
+    indices = data.indices if isinstance(data, Subset) else ()
+    return size, zlib.crc32(",".join(str(int(index)) for index in indices).encode())
 
 
 def check_world_size(world_size: int, global_batch: int, micro_batch: int) -> None:

@@ -166,8 +166,7 @@ class Run:
                 folder.mkdir(parents=True)
                 self.ledger.sinks.append(JsonlSink(folder / "metrics.jsonl"))
             except OSError as reason:
-                there = isinstance(reason, FileExistsError)
-                error = f"run folder {folder} exists: choose another" if there else f"run folder {folder}: {reason}"
+                error = f"run folder {folder} cannot be made, choose another: {reason.strerror}"
         if error := next((e for e in self._session.comm.gather_objects(error) if e), None):
             raise InputError(error)
         self.run_dir = folder
@@ -197,7 +196,8 @@ class Run:
         be called once for each batch of the loader; at a step's last one it sums the gradients and updates.
 
         Args:
-            model: Moved to this rank's device; all ranks start from rank 0's weights.
+            model: Moved to this rank's device; all ranks start from rank 0's weights. A tuple of models where one
+                optimizer trains several.
             optimizer: Of any kind but LBFGS.
             data: A map-style dataset, or a `DataLoader` (its batch size is then the micro-batch). Without it,
                 only (model, optimizer) are returned, and they share the loader of another call.
@@ -215,9 +215,14 @@ class Run:
             raise InputError(f"prepare has no argument '{unknown[0]}'{nearest(unknown[0], LOADING)}")
         if data is None and loading:
             raise InputError(f"prepare got {sorted(loading)[0]}, but no dataset that it could be for")
+        models = list(model) if isinstance(model, tuple | list) else [model]
+        if not all(isinstance(one, nn.Module) for one in models):
+            raise InputError(f"prepare(model, optimizer, ...) got {type(model).__name__} as its model")
+        self._prepared.check_optimizer(optimizer, schedule, clip_norm)
         loader = None if data is None else self._prepared.loader(data, **loading)
-        self._prepared.add_model(model, name)
-        self._prepared.add_optimizer(model, optimizer, schedule, clip_norm)
+        for one in models:
+            self._prepared.add_model(one, name)
+        self._prepared.add_optimizer(optimizer, schedule, clip_norm, self.note)
         return (model, optimizer) if loader is None else (model, optimizer, loader)
 
     # The loop
@@ -265,7 +270,7 @@ class Run:
         return math.fsum(value * weight for value, weight in pairs) / total if total else math.nan
 
     def barrier(self, what: str = "run.barrier()") -> None:
-        """Waits for all ranks; the error names those that did not come."""
+        """Waits for all ranks; the error names the missing."""
         self._session.comm.barrier(what)
 
     @contextlib.contextmanager
@@ -374,7 +379,9 @@ class Run:
         self._closed = True
         atexit.unregister(self._at_exit)
         try:
-            if not failed:
+            if failed:
+                self._stepper.abandon()
+            else:
                 self.flush()
             if self.run_dir is not None and self.is_main:
                 write_json(self.run_dir / "summary.json", {**self.summary(), "finished": not failed})

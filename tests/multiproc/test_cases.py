@@ -351,6 +351,62 @@ def test_a_gradient_that_changes_after_it_was_sent_is_sent_again(late_weight: bo
     assert found[1] >= 1, "at W = 4 a micro-batch was sent early, and had to be sent again"
 
 
+def mistakes(kind: str) -> None:
+    with unisono.init(timeout_s=20) as run:
+        if kind == "split":
+            torch.manual_seed(run.rank)
+        model, other = nn.Linear(3, 2), nn.Linear(3, 2)
+        optimizer = torch.optim.SGD((other if kind == "other model" else model).parameters(), 0.1)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+        data: Any = torch.utils.data.random_split(Ten(), [8, 2])[0]
+        _, _, loader = run.prepare(model, optimizer, data, global_batch=8, micro_batch=1)
+        for index, (x, _label) in enumerate(loader):
+            model(x).square().mean().backward()
+            if kind != "accumulation" or (index + 1) % 4 == 0:
+                optimizer.step()
+            if kind == "schedule":
+                schedule.step()
+
+
+@pytest.mark.parametrize(
+    ("kind", "worlds", "part"),
+    [
+        ("schedule", (1, 2, 4), "learning rate changed inside"),
+        ("accumulation", (1, 2), "for every batch of the loader"),
+        ("other model", (1, 2), "no parameter of the optimizer got a gradient"),
+        ("split", (2,), "another dataset"),
+    ],
+)
+def test_what_would_depend_on_the_number_of_ranks_is_refused(kind: str, worlds: tuple[int, ...], part: str) -> None:
+    for world_size in worlds:
+        outcomes = outcomes_of_world(world_size, mistakes, kind)
+        assert all(isinstance(outcome.error, InputError) for outcome in outcomes), outcomes
+        assert part in str(outcomes[0].error)
+
+
+def train_with_buffers_that_matter() -> Any:
+    """Two models of one optimizer; spectral norm's buffers decide what the next forward computes."""
+    with unisono.init() as run:
+        encoder = nn.utils.parametrizations.spectral_norm(nn.Linear(3, 8))
+        decoder = nn.Sequential(nn.BatchNorm1d(8), nn.Linear(8, 3))
+        optimizer = torch.optim.SGD([*encoder.parameters(), *decoder.parameters()], lr=0.05)
+        _, _, loader = run.prepare((encoder, decoder), optimizer, Ten(), global_batch=8, micro_batch=2)
+        before = run.weights_digest()
+        for _ in run.epochs(3):
+            for x, _label in loader:
+                decoder(encoder(x / 5)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        assert run.weights_digest() != before
+        return run.weights_digest(), sorted(run.state())[:2], decoder[0].num_batches_tracked.item()
+
+
+def test_several_models_of_one_optimizer_and_buffers_that_a_forward_reads() -> None:
+    _, names, batches = same_on_all(train_with_buffers_that_matter)
+    assert names[0].startswith("model.")
+    assert batches == 6
+
+
 def loader_forms(form: str) -> Any:
     with unisono.init() as run:
         model = nn.Linear(3, 2)

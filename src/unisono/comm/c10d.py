@@ -114,7 +114,7 @@ class C10dCollectives:
         if not self._aborted:
             self._aborted = True
             with contextlib.suppress(Exception):
-                self._post("it failed")
+                self._post("its own code")
             if dist.is_initialized():
                 dist.destroy_process_group()
 

@@ -85,6 +85,7 @@ class ModelBuffers:
         self._quiet = [b for b in self._buffers if id(b.module) not in statistics]
         self._tree: TreeAccumulator[torch.Tensor] | None = None
         self._quiet_changed = False
+        self._left: list[torch.Tensor] = []  # by micro-batch 0, for the next step: others still start from this one's
         self._inbox: list[list[torch.Tensor]] = []
         self._pending: Pending | None = None
 
@@ -104,8 +105,7 @@ class ModelBuffers:
             self._tree.add(leaf, self._vector(leaf))
         if leaf == 0 and any(buffer.changed() for buffer in self._quiet):
             self._quiet_changed = True
-            for buffer in self._quiet:
-                buffer.start.copy_(buffer.current())
+            self._left = [buffer.current().detach().clone() for buffer in self._quiet]
 
     def _vector(self, leaf: int) -> torch.Tensor:
         """All active buffers as float64, on one device; what is not averaged counts in leaf 0 alone."""
@@ -150,7 +150,11 @@ class ModelBuffers:
                     total.add_node(node, value)
             self._set_active(total.result(), plan.num_micro)
         if quiet_changed:
+            left = self._left or [buffer.start for buffer in self._quiet]
+            for buffer, value in zip(self._quiet, left, strict=True):
+                buffer.start.copy_(value)
             self.comm.broadcast([buffer.start for buffer in self._quiet])
+            self._left = []
         for buffer in self._quiet:
             if quiet_changed or buffer.changed():
                 buffer.set(buffer.start)

@@ -145,7 +145,12 @@ class Stepper:
         now = self.micro
         if now is None or self._done or schedule is self._schedule or self.stepped_here:
             return False
-        return (now.index, now.num_micro, now.is_last) == (micro.index, micro.num_micro, micro.is_last)
+        if (now.index, now.num_micro, now.is_last) != (micro.index, micro.num_micro, micro.is_last):
+            raise InputError(
+                "two loaders in one loop must go in step: give both datasets the same length, global_batch and "
+                "micro_batch"
+            )
+        return True
 
     @property
     def stepped_here(self) -> bool:
@@ -159,7 +164,7 @@ class Stepper:
         self._norm, self._lr, self._stepped_at_once = None, math.nan, False
         self._clear()
         for unit in self.units:
-            unit.scales = []
+            unit.scales, unit.rates = [], unit.rates_now()
             unit.strategy.begin_step(self._plan)
 
     def _clear(self) -> None:
@@ -206,6 +211,12 @@ class Stepper:
                 "optimizer.step() was called outside of the prepared loader's loop, or twice in one micro-batch: "
                 "call it once for each batch of the loader; unisono does the accumulation"
             )
+        self._check_unit(unit, self._count - 1)
+        if self._count > 1 and unit.rates != unit.rates_now()[: len(unit.rates)]:
+            raise InputError(
+                f"a learning rate changed inside of step {self.step}: its micro-batches are one update. Pass the "
+                "scheduler to prepare(schedule=...), or step it `if run.step_done`"
+            )
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -236,12 +247,8 @@ class Stepper:
         self.micro = micro
         try:
             for unit in self.units:
-                if unit.scales and len(unit.scales) != self._count:
-                    raise InputError(
-                        f"optimizer.step() was not called in {self.where()} (rank {self.comm.rank}), but in others of "
-                        "this step: call it for every micro-batch, unisono does the accumulation; to update "
-                        "only in some steps, decide by `run.step`, which is the same on every rank"
-                    )
+                if unit.scales:
+                    self._check_unit(unit, self._count)
             if micro.is_last:
                 at_once = self._schedule is not None and self._schedule.full_num_micro == 1
                 self._finish([] if at_once else [unit for unit in self.units if unit.scales], last=True)
@@ -249,6 +256,18 @@ class Stepper:
                 self._buffers.end_micro_batch(micro.index, micro.num_micro)
         finally:
             self.micro, self._done = None, True
+
+    def _check_unit(self, unit: Unit, expected: int) -> None:
+        if len(unit.scales) != expected:
+            raise InputError(
+                f"optimizer.step() was called in some micro-batches of step {self.step} and not in others (rank "
+                f"{self.comm.rank}): call it for every batch of the loader, unisono does the accumulation; "
+                "to update only in some steps, decide by `run.step`, which is the same on every rank"
+            )
+
+    def abandon(self) -> None:
+        """Forgets the present micro-batch: the run has failed, and nobody may be waited for."""
+        self.micro, self._done = None, True
 
     def _finish(self, units: Sequence[Unit], *, last: bool) -> None:
         """Collective: reduces and updates `units`; `last` also ends the step."""
@@ -319,12 +338,17 @@ class Stepper:
         if not unit.named_unused and not all(present):
             pairs = zip(unit.strategy.parameter_names(), present, strict=True)
             unused = sorted(name for name, there in pairs if not there)
+            if total > 0 and not any(present):
+                raise InputError(
+                    "no parameter of the optimizer got a gradient in its first step: was it made from this model's "
+                    "parameters, and is loss.backward() called before optimizer.step()?"
+                )
             self._on_note(f"no gradient in the first step for: {', '.join(unused[:8])}{' ...' * (len(unused) > 8)}")
         unit.named_unused = True
         if not self._lag and not math.isfinite(norm.item()):
             raise InputError(
                 f"the gradient of step {self.step} is not finite (norm {norm.item()}); "
-                "the weights are still those of the step before: lower the learning rate, or clip_norm"
+                "the weights are as they were before it: lower the learning rate, or clip_norm"
             )
         self.timer.enter("optimizer")
         if total > 0:

@@ -19,6 +19,7 @@ class Unit:
         schedules: `step` of LR schedulers that go with it.
         clip_norm: Largest gradient norm, or None.
         scales: Of this rank's micro-batches of the present step, as far as it was stepped.
+        rates: Learning rates at the step's begin.
         named_unused: Whether parameters without a gradient have been named.
     """
 
@@ -27,4 +28,9 @@ class Unit:
     schedules: list[Callable[[], None]] = field(default_factory=list)
     clip_norm: float | None = None
     scales: list[float] = field(default_factory=list)
+    rates: list[float] = field(default_factory=list)
     named_unused: bool = False
+
+    def rates_now(self) -> list[float]:
+        """Returns the learning rate of each parameter group."""
+        return [float(group["lr"]) for group in self.strategy.optimizer.param_groups]
