@@ -243,7 +243,9 @@ def _kill(pid: int) -> None:
 
 def _shared_names() -> set[str]:
     try:
-        return set(os.listdir(SHARED_MEMORY))
+        # Semaphores of multiprocessing have a name for an instant only, and no holder that /proc could tell: those
+        # seen here are another program's, or are gone before anyone could miss them.
+        return {name for name in os.listdir(SHARED_MEMORY) if not name.startswith("sem.mp-")}
     except FileNotFoundError:
         return set()
 
