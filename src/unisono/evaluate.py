@@ -70,7 +70,7 @@ class EvalPlan:
             options,
             shuffle=False,
             collate=given.get("collate") or options.collate,
-            num_workers=given.get("num_workers") or options.num_workers,
+            num_workers=options.num_workers if (workers := given.get("num_workers")) is None else workers,
         )
         size = check_dataset(data, "the evaluation dataset")
         micro_batch = require_positive_int(given.get("micro_batch") or micro_batch, "micro_batch", "evaluation")
