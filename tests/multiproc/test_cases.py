@@ -357,7 +357,7 @@ def mistakes(kind: str) -> None:
             torch.manual_seed(run.rank)
         model, other = nn.Linear(3, 2), nn.Linear(3, 2)
         optimizer = torch.optim.SGD((other if kind == "other model" else model).parameters(), 0.1)
-        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
         data: Any = torch.utils.data.random_split(Ten(), [8, 2])[0]
         _, _, loader = run.prepare(model, optimizer, data, global_batch=8, micro_batch=1)
         for index, (x, _label) in enumerate(loader):
