@@ -135,9 +135,10 @@ class Run:
     def step_done(self) -> bool:
         """Whether the last `optimizer.step()` ended a step: true on every rank once a step.
 
-        `if run.step_done and run.step % 100 == 0:` is the place for an evaluation in mid-epoch.
+        `if run.step_done and run.step % 100 == 0:` is the place for an evaluation in mid-epoch. With several
+        optimizers ask after all have been stepped: the step ends here, if they all were.
         """
-        return self._stepper.micro is not None and self._stepper.finished
+        return self._stepper.step_done()
 
     @property
     def values(self) -> dict[str, float]:

@@ -137,7 +137,7 @@ def train_forked() -> Any:
         # Weight decay would move a parameter whose gradient is zero, but not one whose gradient is None.
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5)
         notes: list[str] = []
-        run._stepper._on_note = notes.append
+        run._stepper._exchange._on_note = notes.append
         _, _, loader = run.prepare(model, optimizer, Ten(), global_batch=5, micro_batch=1, shuffle=False)
         odd = model.odd.weight.clone()
         for x, label in loader:  # micro-batch 1 of step 0 alone uses the branch, on one rank only

@@ -61,7 +61,7 @@ def train(settings: dict[str, Any]) -> dict[str, Any]:
                 optimizer.zero_grad()
                 if run.step_done:
                     rates.append(optimizer.param_groups[0]["lr"])
-                    norms.append(float(run._stepper._norm))
+                    norms.append(float(run._stepper._exchange.norm))
                 if run.step == steps:
                     break
         state = {name: value.clone() for name, value in run.state().items()}

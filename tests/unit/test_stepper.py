@@ -369,7 +369,7 @@ def freeze(model: Any, optimizer: Any) -> None:
 @pytest.mark.parametrize("within", [False, True], ids=["between epochs", "inside the loop"])
 @pytest.mark.parametrize(("make", "change"), [(part, add), (frozen_first, thaw), (sgd, freeze)])
 def test_parameters_may_be_added_thawed_and_frozen_in_mid_run(make: Any, change: Any, within: bool) -> None:
-    """Inside of the loop the step has begun: what is new takes part from the next one on, on all ranks alike."""
+    """What is new takes part at once, on all ranks alike, also where the step has begun."""
 
     def body(comm: Collectives, micro: int = 1) -> tuple[list[float], list[Any]]:
         rig, model = Rig(comm), net()
@@ -388,10 +388,9 @@ def test_parameters_may_be_added_thawed_and_frozen_in_mid_run(make: Any, change:
     (alone, _), (whole, batches) = body(LocalCollectives()), body(LocalCollectives(), micro=4)
     for world_size in (2, 4):
         assert [found for found, _ in run_threads(world_size, body)] == [alone] * world_size
-    effective = 4 if within and change is not freeze else 3
 
     def at_its_time(number: int, model: Any, optimizer: Any) -> None:
-        if number == effective:
+        if number == 3:
             change(model, optimizer)
         model.zero_grad()  # what the optimizer does not know of is not cleared by it
 

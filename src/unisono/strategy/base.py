@@ -58,12 +58,25 @@ class Strategy(ABC):
         """
 
     @abstractmethod
+    def adopt_newcomers(self, plan: StepPlan) -> None:
+        """Takes in parameters that were thawed or added since the step began; on all ranks alike."""
+
+    @abstractmethod
     def add_micro_batch(self, leaf: int, scale: float) -> None:
         """Takes the gradients of one micro-batch out of the parameters."""
 
     @abstractmethod
     def launch(self, plan: StepPlan) -> None:
         """Collective: starts the exchange, once this rank's last micro-batch is in."""
+
+    @property
+    @abstractmethod
+    def began(self) -> bool:
+        """Whether this rank has begun to send in this step, without `launch`."""
+
+    @abstractmethod
+    def cancel(self, plan: StepPlan) -> None:
+        """Collective: ends what some rank began to send in a step in which this optimizer was not stepped."""
 
     @property
     @abstractmethod

@@ -2,11 +2,12 @@
 
 Every micro-batch starts from the step's values. Running statistics are averaged over the step's micro-batches
 in tree order; any other buffer takes the value that micro-batch 0 left. Plain PyTorch, with one micro-batch a
-step, does the same.
+step, does the same. What the user changes between two steps, on all ranks alike, stays.
 """
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterable
 
 import torch
@@ -14,6 +15,7 @@ from torch import nn
 
 from unisono.comm.api import Collectives, Pending
 from unisono.errors import InputError
+from unisono.numerics.digest import tensor_bytes
 from unisono.numerics.tree import TreeAccumulator, roots
 from unisono.strategy.base import StepPlan
 from unisono.strategy.reduction import BUFFERS
@@ -27,36 +29,62 @@ _COMPARED_ELEMENTS = 16_384
 class _Buffer:
     """One buffer: where it hangs, the step's value, and whether the step's micro-batches are averaged."""
 
-    def __init__(self, module: nn.Module, key: str, name: str, averaged: bool) -> None:
-        self.module, self.key, self.name, self.averaged = module, key, name, averaged
-        self.tensor = self.current()
+    def __init__(self, module: nn.Module, key: str, name: str) -> None:
+        self.module, self.key, self.name = module, key, name
+        self.tensor: torch.Tensor = module._buffers[key]  # type: ignore[assignment]
+        self.averaged = key in _AVERAGED and self.tensor.is_floating_point()
         self.start = self.tensor.detach().clone()
         self.version = self.tensor._version
+        self.left_alone = False  # a cache that has changed its shape
 
     def current(self) -> torch.Tensor:
+        """Returns what hangs there now.
+
+        Raises:
+            InputError: it is of another shape or type, and belongs to the model's state.
+        """
         value = self.module._buffers[self.key]
-        if value is None or (hasattr(self, "start") and value.shape != self.start.shape):
-            raise InputError(f"buffer {self.name} changed its shape during a forward, which is not supported")
-        return value
+        if value is not None and (value.shape, value.dtype) == (self.start.shape, self.start.dtype):
+            return value
+        if self.key in self.module._non_persistent_buffers_set:
+            self.left_alone = True
+            return self.start
+        raise InputError(
+            f"buffer {self.name} became {_kind(value)}, it was {_kind(self.start)}: give it its shape and type before "
+            "training, or register it with persistent=False if it is a cache"
+        )
+
+    def as_difference(self, num_micro: int) -> bool:
+        """Whether its mean is taken of differences: a mean of equal float64 values is not always that value."""
+        return self.averaged and num_micro > 1 and self.start.dtype == torch.float64
 
     def changed(self) -> bool:
-        """Says whether anything wrote to it, or replaced it, since `settle`."""
+        """Says whether anything wrote to it, or replaced it, since it had the step's value."""
         value = self.current()
+        if self.left_alone:
+            return False
         if value is not self.tensor or value._version != self.version:
             return True
-        return value.numel() <= _COMPARED_ELEMENTS and not torch.equal(value, self.start)
+        by_value = value.device.type == "cpu" and (self.averaged or value.numel() <= _COMPARED_ELEMENTS)
+        return by_value and not torch.equal(value, self.start)
+
+    def adopt(self) -> None:
+        """Makes the present value the step's value."""
+        self.tensor = self.current()
+        self.start.copy_(self.tensor.detach())
+        self.version = self.tensor._version
 
     def set(self, value: torch.Tensor) -> None:
         """Writes `value` into the buffer itself, so that references to it stay good."""
-        with torch.no_grad():
-            self.tensor.copy_(value)
-        self.module._buffers[self.key] = self.tensor
-        self.version = self.tensor._version
+        if not self.left_alone:
+            with torch.no_grad():
+                self.tensor.copy_(value)
+            self.module._buffers[self.key] = self.tensor
+            self.version = self.tensor._version
 
-    def settle(self) -> None:
-        """Makes the present value the step's value."""
-        with torch.no_grad():
-            self.start.copy_(self.tensor)
+
+def _kind(value: torch.Tensor | None) -> str:
+    return "None" if value is None else f"{str(value.dtype).removeprefix('torch.')} of shape {tuple(value.shape)}"
 
 
 class ModelBuffers:
@@ -65,20 +93,25 @@ class ModelBuffers:
     Args:
         comm: The ranks.
         models: With distinct modules; a module that two models share is taken once.
+
+    Attributes:
+        outside: Checksum of what was changed between the last step and this one, 0 for nothing.
     """
 
     def __init__(self, comm: Collectives, models: Iterable[nn.Module]) -> None:
-        self.comm = comm
+        self.comm, self.outside = comm, 0
         self._buffers: list[_Buffer] = []
+        self._empty: list[tuple[nn.Module, str, str]] = []
         seen: set[int] = set()
         for model in models:
             for prefix, module in model.named_modules():
                 for key, value in module._buffers.items():
-                    if value is None or id(value) in seen:
-                        continue
-                    seen.add(id(value))
-                    averaged = key in _AVERAGED and value.is_floating_point()
-                    self._buffers.append(_Buffer(module, key, f"{prefix}.{key}".lstrip("."), averaged))
+                    name = f"{prefix}.{key}".lstrip(".")
+                    if value is None and key not in module._non_persistent_buffers_set:
+                        self._empty.append((module, key, name))
+                    if value is not None and id(value) not in seen:
+                        seen.add(id(value))
+                        self._buffers.append(_Buffer(module, key, name))
         # Those known to change travel with every step; others are noticed when they do.
         statistics = {id(buffer.module) for buffer in self._buffers if buffer.averaged}
         self._active = [b for b in self._buffers if id(b.module) in statistics]
@@ -89,30 +122,45 @@ class ModelBuffers:
         self._inbox: list[list[torch.Tensor]] = []
         self._pending: Pending | None = None
 
-    def begin_micro_batch(self) -> None:
-        """Puts the step's values back, wherever a forward (an evaluation's, say) has changed them."""
-        for buffer in self._active:
-            buffer.set(buffer.start)
-        for buffer in self._quiet:
+    def begin_step(self) -> None:
+        """Takes the present values as the step's: the user may have changed some since the last step."""
+        self.outside = 0
+        for buffer in self._buffers:
+            if buffer.changed():
+                buffer.adopt()
+                self.outside = zlib.crc32(tensor_bytes(buffer.start), zlib.crc32(buffer.name.encode(), self.outside))
+
+    def restore(self) -> None:
+        """Puts the step's values back, wherever a forward has changed them."""
+        for buffer in self._buffers:
             if buffer.changed():
                 buffer.set(buffer.start)
 
     def end_micro_batch(self, leaf: int, num_micro: int) -> None:
         """Notes what micro-batch `leaf` left."""
+        for module, key, name in self._empty:
+            if module._buffers[key] is not None:
+                raise InputError(
+                    f"buffer {name} was None when training began and a forward filled it: give it its shape before "
+                    "training, or register it with persistent=False if it is a cache"
+                )
         if self._active:
             if self._tree is None:
                 self._tree = TreeAccumulator(num_micro, torch.Tensor.add_)
-            self._tree.add(leaf, self._vector(leaf))
-        if leaf == 0 and any(buffer.changed() for buffer in self._quiet):
+            self._tree.add(leaf, self._vector(leaf, num_micro))
+        changed = [buffer for buffer in self._quiet if buffer.changed()]  # all, so that each one's shape is checked
+        if changed and leaf == 0:
             self._quiet_changed = True
             self._left = [buffer.current().detach().clone() for buffer in self._quiet]
 
-    def _vector(self, leaf: int) -> torch.Tensor:
+    def _vector(self, leaf: int, num_micro: int) -> torch.Tensor:
         """All active buffers as float64, on one device; what is not averaged counts in leaf 0 alone."""
         parts = []
         for buffer in self._active:
-            value = buffer.current().detach().to(torch.float64).reshape(-1)
-            parts.append(value if buffer.averaged or leaf == 0 else torch.zeros_like(value))
+            value = buffer.current().detach().to(torch.float64)
+            if buffer.as_difference(num_micro):
+                value = value - buffer.start
+            parts.append(value.reshape(-1) if buffer.averaged or leaf == 0 else torch.zeros(value.numel()).to(value))
         return torch.cat([part.to(parts[0].device) for part in parts])
 
     @property
@@ -164,8 +212,11 @@ class ModelBuffers:
         offset = 0
         for buffer in self._active:
             size = buffer.start.numel()
-            value = total[offset : offset + size]
+            value = total[offset : offset + size].view(buffer.start.shape)
             offset += size
-            value = (value / num_micro if buffer.averaged else value).view(buffer.start.shape)
+            if buffer.averaged:
+                value = value / num_micro
+            if buffer.as_difference(num_micro):
+                value = value + buffer.start
             buffer.set(value.to(buffer.start.dtype))
-            buffer.settle()
+            buffer.adopt()

@@ -16,7 +16,7 @@ from unisono.errors import CommError
 from unisono.strategy.reduction import EXTRAS
 
 MAX_VALUES = 8
-_STOP, _QUIET_CHANGED, _RESEND = 1, 2, 4
+_STOP, _QUIET_CHANGED, _RESEND, _BEGAN = 1, 2, 4, 8
 
 
 @dataclass
@@ -29,6 +29,8 @@ class RankStep:
         units: Bit k says that optimizer k was stepped.
         stop: The rank was told to stop (SIGTERM, say): all stop after this step.
         resend: A gradient was sent before it was final.
+        began: Gradients were sent of an optimizer that was then not stepped.
+        outside: Checksum of buffers that were changed between steps; must agree.
         quiet_changed: Micro-batch 0 changed a buffer that is not known to change.
         scales: For each optimizer, a scale (weight / micro-batch size) for each micro-batch of the rank's block.
         values: Logged values of each micro-batch, in name order, NaN where there is none.
@@ -41,6 +43,8 @@ class RankStep:
     stop: bool = False
     quiet_changed: bool = False
     resend: bool = False
+    began: bool = False
+    outside: int = 0
     scales: list[list[float]] = field(default_factory=list)
     values: list[list[float]] = field(default_factory=list)
     present: list[list[bool]] = field(default_factory=list)
@@ -58,21 +62,22 @@ class ExtrasExchange:
     def __init__(self, comm: Collectives, max_block: int, unit_sizes: Sequence[int]) -> None:
         self.comm = comm
         self._max_block, self._unit_sizes = max_block, list(unit_sizes)
+        self.sizes = (max_block, self._unit_sizes)
         self._num_scales = len(self._unit_sizes) * max_block
         # Packed by one call each way: numpy's records took 85 us a step, which a small model would notice.
         numbers = self._num_scales + max_block * MAX_VALUES
-        self._format = struct.Struct(f"<4q{numbers}d{sum(self._unit_sizes)}?")
+        self._format = struct.Struct(f"<5q{numbers}d{sum(self._unit_sizes)}?")
         self._memory = torch.zeros((comm.world_size, self._format.size), dtype=torch.uint8)
         self._rows = [row.numpy() for row in self._memory]
 
     def launch(self, mine: RankStep) -> Pending:
         """Starts the exchange."""
-        flags = _STOP * mine.stop | _QUIET_CHANGED * mine.quiet_changed | _RESEND * mine.resend
+        flags = _STOP * mine.stop | _QUIET_CHANGED * mine.quiet_changed | _RESEND * mine.resend | _BEGAN * mine.began
         scales = [scale for own in mine.scales for scale in _padded(own, self._max_block, 0.0)]
         rows = [value for row in mine.values for value in _padded(row, MAX_VALUES, math.nan)]
         values = _padded(rows, self._max_block * MAX_VALUES, math.nan)
         present = [there for own in mine.present for there in own]
-        header = (mine.step, mine.names, mine.units, flags)
+        header = (mine.step, mine.names, mine.units, flags, mine.outside)
         self._format.pack_into(self._rows[self.comm.rank], 0, *header, *scales, *values, *present)
         return self.comm.all_gather([[self._memory[rank]] for rank in range(self.comm.world_size)], channel=EXTRAS)
 
@@ -94,7 +99,7 @@ class ExtrasExchange:
         return found
 
     def _decode(self, memory: Any, count: int) -> RankStep:
-        step, names, units, flags, *rest = self._format.unpack_from(memory)
+        step, names, units, flags, outside, *rest = self._format.unpack_from(memory)
         values = self._num_scales
         present = values + self._max_block * MAX_VALUES
         starts = list(accumulate(self._unit_sizes, initial=present))
@@ -105,6 +110,8 @@ class ExtrasExchange:
             stop=bool(flags & _STOP),
             quiet_changed=bool(flags & _QUIET_CHANGED),
             resend=bool(flags & _RESEND),
+            began=bool(flags & _BEGAN),
+            outside=outside,
             scales=[rest[start : start + count] for start in range(0, values, self._max_block)],
             values=[rest[start : start + MAX_VALUES] for start in range(values, present, MAX_VALUES)],
             present=[rest[start:stop] for start, stop in pairwise(starts)],

@@ -91,9 +91,11 @@ class FlatGroup:
         elif there_grads:
             torch._foreach_copy_(there_views, there_grads)
         if there_grads and scale != 1.0:
-            # As a tensor: of a plain number, torch 2.13 on CPU rounds the scale itself to bfloat16 or float16 first.
-            dtype = torch.promote_types(self.dtype, torch.float32)
-            torch._foreach_mul_(there_views, torch.tensor(scale, dtype=dtype))
+            torch._foreach_mul_(there_views, self.factor(scale))
+
+    def factor(self, scale: float) -> torch.Tensor:
+        """`scale` as a tensor: of a plain number, torch 2.13 on CPU rounds it to bfloat16 or float16 first."""
+        return torch.tensor(scale, dtype=torch.promote_types(self.dtype, torch.float32))
 
     def take(self, leaf: int, target: FlatBuffer) -> None:
         """Gives the tree the gradients of `leaf`, which are in `target`, and clears the parameters'."""
@@ -133,10 +135,7 @@ class FlatGroup:
 
 
 def _view(flat: torch.Tensor, segment: Segment, param: torch.Tensor) -> torch.Tensor:
-    """A view in the parameter's own strides where they are dense, so that copies stay linear."""
-    formats = [torch.contiguous_format]
-    if param.dim() in (4, 5):
-        formats.append(torch.channels_last if param.dim() == 4 else torch.channels_last_3d)
-    if any(param.is_contiguous(memory_format=memory_format) for memory_format in formats):
+    """A view in the parameter's own strides where they are dense: copies stay linear, and a fused update is right."""
+    if torch.ops.aten.is_non_overlapping_and_dense.default(param):
         return flat.as_strided(param.shape, param.stride(), segment.offset)
     return flat[segment.offset : segment.offset + segment.numel].view(param.shape)

@@ -1,8 +1,8 @@
 """Overlap: a bucket is sent as soon as backward has filled it.
 
 Only where a rank has one micro-batch in the step: there the exchange is largest beside the work that could hide
-it, and nothing has to be added up first. A gradient that changes after its bucket was sent (a second
-`backward()` before the step, as in a GAN) spoils the sending: the ranks tell each other and send again.
+it, and nothing has to be added up first. A gradient that is another one when the optimizer is stepped (a second
+`backward()`, clipping, a scaler) spoils the sending: the ranks tell each other and send again.
 """
 
 from __future__ import annotations
@@ -45,8 +45,7 @@ class Overlap:
         self._missing: list[int] = []
         self._ready: list[int] = []
         self._arrivals: set[int] = set()
-        # By position: the gradient that was sent, and torch's count of what has written to it.
-        self._written: dict[int, tuple[torch.Tensor | None, int]] = {}
+        self._written: list[int] = []
         self._target: FlatBuffer | None = None
         self._reduction: Reduction | None = None
         self._scale: Callable[[], float] = lambda: 1.0
@@ -69,14 +68,18 @@ class Overlap:
         self._target, self._scale, self._scale_used = self.group.buffer(), scale, None
         self._reduction = Reduction(self.comm, self.group, plan, self.partition, [(node, self._target)])
         self._missing, self._ready = list(self._sizes), []
-        self._arrivals, self._written = set(), {}
+        self._arrivals, self._written = set(), []
         self.armed, self.spoiled = True, False
 
+    @property
+    def began(self) -> bool:
+        """Whether something was sent that nobody has taken up yet."""
+        return self._reduction is not None and bool(self._reduction.pending)
+
     def forget(self) -> None:
-        """Ends what was begun for a step that the user's loop then left out, on all ranks alike."""
+        """Ends the watch."""
         self.armed = self.spoiled = False
-        if (reduction := self.take()) is not None:
-            reduction.drop()
+        self._reduction = None
 
     def _arrived(self, position: int) -> None:
         if position in self._arrivals:  # a second backward; `finish` finds out whether it came too late
@@ -106,28 +109,43 @@ class Overlap:
         if self._scale_used is None:
             self._scale_used = self._scale()
         self.group.write(self._target, self._ready, self._scale_used)
-        grads = [(position, self.group.params[position].grad) for position in self._ready]
-        self._written.update({position: (grad, -1 if grad is None else grad._version) for position, grad in grads})
+        self._written += self._ready
         self._ready = []
 
-    def _changed_since(self) -> bool:
-        """Whether a gradient was added to, clipped or replaced after it was sent."""
-        return any(
-            self.group.params[position].grad is not grad or (grad is not None and grad._version != version)
-            for position, (grad, version) in self._written.items()
-        )
+    def _changed_since(self, scale: float) -> bool:
+        """Whether a gradient is not what was sent.
+
+        By value: torch's version counters miss `grad.data.clamp_()` and `GradScaler.unscale_` (torch 2.13). It reads
+        the gradients once more: 3 ms for 24 MB.
+        """
+        assert self._target is not None
+        if self._scale_used is not None and self._scale_used != scale:
+            return True
+        same = []
+        for position in self._written:
+            grad, sent = self.group.params[position].grad, self._target.views[position]
+            if grad is None or grad.shape != sent.shape:
+                return True
+            value = grad if scale == 1.0 else torch._foreach_mul([grad], self.group.factor(scale))[0]
+            if grad.device.type == "cpu":
+                if not torch.equal(value.to(sent.dtype), sent):
+                    return True
+            else:
+                same.append((value == sent).all())
+        return bool(same) and not bool(torch.stack(same).all())  # one wait for the device, not one a parameter
 
     def finish(self, leaf: int, scale: float) -> None:
         """Takes in what backward did not reach; `optimizer.step()` has been called."""
         assert self._target is not None and self._reduction is not None
         self.armed = False
-        self.spoiled = self._changed_since() or (self._scale_used is not None and self._scale_used != scale)
-        rest = [position for position in range(len(self.group.params)) if position not in self._written]
+        self.spoiled = self._changed_since(scale)
+        written = set(self._written)
+        rest = [position for position in range(len(self.group.params)) if position not in written]
         if self.spoiled:
             self._reduction.drop()  # its memory is about to change
             rest = list(range(len(self.group.params)))
             self.group.present = [False] * len(rest)
-        self._written = {}
+        self._written = []
         self.group.write(self._target, rest, scale)
         self.group.take(leaf, self._target)
 

@@ -14,7 +14,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from unisono.comm.api import Collectives
-from unisono.errors import InputError
+from unisono.numerics.tree import roots
 from unisono.strategy.base import StepPlan, Strategy
 from unisono.strategy.flat import BUCKET_BYTES, ONE_SHOT_BYTES, FlatBuffer, FlatGroup
 from unisono.strategy.overlap import Overlap
@@ -49,6 +49,8 @@ class ReplicatedStrategy(Strategy):
         self._overlaps: list[Overlap] = []
         self._hooks: list[RemovableHandle] = []
         self._results: list[FlatBuffer] = []
+        self._trained: set[int] = set()  # had a gradient on some rank in the last step
+        self._laid_out_at_once = True
 
     def begin_step(self, plan: StepPlan) -> None:
         for overlap in self._overlaps:
@@ -60,10 +62,25 @@ class ReplicatedStrategy(Strategy):
         for group in self.groups:
             group.begin(plan.num_micro)
 
+    def adopt_newcomers(self, plan: StepPlan) -> None:
+        known = set(self._members)
+        newcomers = [
+            (number, param)
+            for number, param in enumerate(self._own_params())
+            if (param.requires_grad or param.grad is not None) and id(param) not in known
+        ]
+        if newcomers:
+            # Groups of their own for the rest of this step; the next one lays all out together.
+            self._members += [id(param) for _, param in newcomers]
+            for group in self._new_groups(newcomers):
+                self._watch(group, None)
+                group.begin(plan.num_micro)
+
     def expect_backward(self, plan: StepPlan, leaf: int, scale: Callable[[], float]) -> None:
         for overlap in self._overlaps:
             overlap.arm(plan, leaf, scale)
 
+    @torch.no_grad()
     def add_micro_batch(self, leaf: int, scale: float) -> None:
         for group, overlap in zip(self.groups, self._overlaps, strict=True):
             if overlap.armed:
@@ -79,6 +96,18 @@ class ReplicatedStrategy(Strategy):
             self._reductions.append(reduction)
 
     @property
+    def began(self) -> bool:
+        return any(overlap.began for overlap in self._overlaps)
+
+    def cancel(self, plan: StepPlan) -> None:
+        own = roots(plan.blocks[self.comm.rank], plan.num_micro)
+        for group, partition, overlap in zip(self.groups, self._partitions, self._overlaps, strict=True):
+            nothing = [(node, group.buffer()) for node in own]  # what it holds is thrown away by all
+            reduction = overlap.take() or Reduction(self.comm, group, plan, partition, nothing)
+            reduction.launch_all()
+            reduction.drop()
+
+    @property
     def must_resend(self) -> bool:
         return any(overlap.spoiled for overlap in self._overlaps)
 
@@ -87,22 +116,25 @@ class ReplicatedStrategy(Strategy):
             reduction.drop()
         self.launch(plan)
 
+    @torch.no_grad()
     def complete(self, total: float, present: Sequence[bool], clip_norm: float | None) -> torch.Tensor:
         for reduction in self._reductions:
             reduction.divide_and_share(total)
         outcomes = [reduction.result() for reduction in self._reductions]
-        squares = torch.cat([norms.double().square() for _, norms in outcomes])
-        norm = squares.sum().sqrt()
+        squares = [norms.double().square().sum() for _, norms in outcomes]
+        norm = torch.stack([square.to(squares[0].device) for square in squares] or [torch.zeros(())]).sum().sqrt()
         self._results = [result for result, _ in outcomes]
         position = 0
+        self._trained = set()
         for group, result in zip(self.groups, self._results, strict=True):
             if clip_norm is not None:
                 # As torch.nn.utils.clip_grad_norm_ has it; by 1.0 where nothing is to clip, so no device waits.
-                result.flat.mul_((clip_norm / (norm + 1e-6)).clamp(max=1.0).to(group.dtype))
+                result.flat.mul_((clip_norm / (norm + 1e-6)).clamp(max=1.0).to(group.device, group.dtype))
             for param, view in zip(group.params, result.views, strict=True):
                 param.grad = view if present[position] else None
+                if present[position]:
+                    self._trained.add(id(param))
                 position += 1
-        self._leave_out_newcomers()
         self._reductions = []
         return norm
 
@@ -112,40 +144,50 @@ class ReplicatedStrategy(Strategy):
     def parameter_names(self) -> list[str]:
         return [segment.name for group in self.groups for segment in group.layout.segments]
 
-    def _leave_out_newcomers(self) -> None:
-        """Parameters that were thawed or added since the step began take part from the next one on.
-
-        Their gradients are this rank's alone: an update with them would part the ranks.
-        """
-        known = set(self._members)
-        for group in self.optimizer.param_groups:
-            for param in group["params"]:
-                if id(param) not in known:
-                    param.grad = None
+    def _own_params(self) -> list[torch.Tensor]:
+        return [param for group in self.optimizer.param_groups for param in group["params"]]
 
     def _adopt_parameters(self) -> None:
-        """Lays the trainable parameters out; again where the user froze, thawed or added some."""
-        params = [p for g in self.optimizer.param_groups for p in g["params"] if p.requires_grad]
-        members = [id(param) for param in params]
-        if members == self._members:
+        """Lays out what is trained; again where the user froze, thawed or added parameters.
+
+        Some loops thaw a layer for its forward and freeze it after the update: what got a gradient in the last step
+        stays.
+        """
+        numbered = [
+            (number, param)
+            for number, param in enumerate(self._own_params())
+            if param.requires_grad or id(param) in self._trained
+        ]
+        members = [id(param) for _, param in numbered]
+        if members == self._members and self._laid_out_at_once:
             return
-        if not params:
-            raise InputError("the optimizer has no trainable parameter: pass it some, with requires_grad=True")
         self._members, self._results = members, []
-        kinds: dict[tuple[torch.dtype, torch.device], list[tuple[str, torch.Tensor]]] = defaultdict(list)
-        for number, param in reversed(list(enumerate(params))):
-            kinds[param.dtype, param.device].append((self.names.get(id(param), f"parameter {number}"), param))
-        self.groups = [FlatGroup(named, self._bucket_bytes, number) for number, named in enumerate(kinds.values())]
-        # What one-shot sends more than a reduce-scatter and an all-gather do: nothing at W = 2.
-        others = self.comm.world_size - 1
-        extra = sum(group.num_bytes for group in self.groups) * others * (others - 1) // (others + 1)
-        one_shot = extra < self._one_shot_bytes
-        self._partitions = [Partition(group, self.comm, one_shot) for group in self.groups]
-        self._overlaps = []
-        for group, partition in zip(self.groups, self._partitions, strict=True):
-            before = self._overlaps[-1] if self._overlaps else None
-            self._overlaps.append(Overlap(self.comm, group, partition, before))
+        self.groups, self._partitions, self._overlaps = [], [], []
         for hook in self._hooks:
             hook.remove()
-        if self.comm.world_size > 1:
-            self._hooks = [hook for overlap in self._overlaps for hook in overlap.hooks()]
+        self._hooks = []
+        for group in self._new_groups(numbered):
+            before = self._overlaps[-1] if self._overlaps else None
+            overlap = self._watch(group, before)
+            if self.comm.world_size > 1:
+                self._hooks += overlap.hooks()
+        self._laid_out_at_once = True
+
+    def _new_groups(self, numbered: Sequence[tuple[int, torch.Tensor]]) -> list[FlatGroup]:
+        kinds: dict[tuple[torch.dtype, torch.device], list[tuple[str, torch.Tensor]]] = defaultdict(list)
+        for number, param in reversed(numbered):
+            kinds[param.dtype, param.device].append((self.names.get(id(param), f"parameter {number}"), param))
+        first = len(self.groups)
+        return [FlatGroup(named, self._bucket_bytes, first + k) for k, named in enumerate(kinds.values())]
+
+    def _watch(self, group: FlatGroup, before: Overlap | None) -> Overlap:
+        # What one-shot sends more than a reduce-scatter and an all-gather do: nothing at W = 2.
+        others = self.comm.world_size - 1
+        extra = group.num_bytes * others * (others - 1) // (others + 1)
+        partition = Partition(group, self.comm, one_shot=extra < self._one_shot_bytes)
+        overlap = Overlap(self.comm, group, partition, before)
+        self.groups.append(group)
+        self._partitions.append(partition)
+        self._overlaps.append(overlap)
+        self._laid_out_at_once = False
+        return overlap

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,25 +19,18 @@ from torch import nn
 
 from unisono.comm.api import Collectives
 from unisono.data.schedule import MicroBatch, Schedule
-from unisono.errors import CommError, InputError, Interrupted
+from unisono.errors import InputError, Interrupted
 from unisono.numerics.seeds import derive_seed, seed_all
 from unisono.observe.events import StepOutcome
 from unisono.observe.timer import PhaseTimer
 from unisono.strategy.base import StepPlan
 from unisono.strategy.buffers import ModelBuffers
-from unisono.strategy.extras import ExtrasExchange, RankStep
+from unisono.strategy.exchange import Ending, Exchange
+from unisono.strategy.extras import RankStep
+from unisono.strategy.outcomes import Outcomes
+from unisono.strategy.parity import Watch, check_alike, check_taken, is_due
 from unisono.strategy.unit import Unit
-from unisono.strategy.values import StepValues, average, read_later
-
-
-@dataclass
-class _Waiting:
-    """A finished step whose values have not been exchanged yet."""
-
-    values: StepValues
-    counts: list[int]
-    scales: list[list[list[float]]]
-    outcome: Callable[[dict[str, float]], StepOutcome]
+from unisono.strategy.values import read_later
 
 
 class Stepper:
@@ -71,21 +63,20 @@ class Stepper:
         self.epoch = 0
         self.stop_requested = self.stopping = False
         self.micro: MicroBatch | None = None
-        self._on_step, self._on_note = on_step, on_note
-        self._lag = int(device.type != "cpu") if lag is None else lag
+        self._on_note = on_note
+        self._outcomes = Outcomes(device, int(device.type != "cpu") if lag is None else lag, on_step)
+        self._exchange = Exchange(comm, device, self.units, self._outcomes, seed=seed, timer=timer, on_note=on_note)
         self._models: list[nn.Module] = []
         self._buffers: ModelBuffers | None = None
         self._schedule: Schedule | None = None
         self._plan: StepPlan | None = None
-        self._extras: tuple[tuple[Any, ...], ExtrasExchange] | None = None
-        self._values = StepValues(device)
-        self._waiting: list[_Waiting] = []
+        self._watch = Watch([])
         self._weight: float | None = None
         self._done = True  # whether the present micro-batch needs nothing more
         self._next = (0, 0, 0)  # what follows the present micro-batch, if it is not the step's last
-        self._norm: torch.Tensor | None = None
-        self._lr = math.nan
         self._stepped_at_once = False  # whether optimizers were updated before the step's end
+        self._ended = False  # whether a step has ended in the present micro-batch
+        self._named_unprepared = False
         self._count = 0  # micro-batches of the present step that this rank has begun
 
     def add_unit(self, unit: Unit) -> None:
@@ -96,7 +87,7 @@ class Stepper:
         """Takes in a model whose buffers are to be kept the same."""
         if not any(model is known for known in self._models):
             self._models.append(model)
-            self._buffers = None
+            self._buffers, self._watch = None, Watch(self._models)
 
     def begin(self, epoch: int, micro: MicroBatch, schedule: Schedule) -> None:
         """Starts a micro-batch: gradients cleared, buffers at the step's values, generators seeded.
@@ -113,19 +104,25 @@ class Stepper:
         if self._count and (epoch, micro.step, micro.index) != self._next:
             self._on_note(f"the loop was left inside step {self.step}: its gradients are dropped")
             self._count = 0
+            self._restore_buffers()
         if self._count == 0:
             self._begin_step(micro, schedule)
+        else:
+            self._restore_buffers()
         self._next = (epoch, micro.step, micro.index + 1)
-        self.micro, self.epoch, self._done, self._weight = micro, epoch, False, None
+        self.micro, self.epoch, self._done, self._weight, self._ended = micro, epoch, False, None, False
         self._count += 1
         self._clear()
-        if self._buffers is None:
-            self._buffers = ModelBuffers(self.comm, self._models)
-        self._buffers.begin_micro_batch()
-        self._values.begin_micro_batch()
+        if schedule.full_num_micro > 1:
+            self._watch.look()
+        self._outcomes.values.begin_micro_batch()
         if self._plan is not None and self._may_send_early(micro):
             self.units[0].strategy.expect_backward(self._plan, micro.index, self._scale)
         self._seed(micro)
+
+    def _restore_buffers(self) -> None:
+        if self._buffers is not None:
+            self._buffers.restore()
 
     def _may_send_early(self, micro: MicroBatch) -> bool:
         """Where this rank has one micro-batch in the step, and nobody else's backward can reach the gradients."""
@@ -160,29 +157,30 @@ class Stepper:
     def _begin_step(self, micro: MicroBatch, schedule: Schedule) -> None:
         blocks = schedule.blocks(micro.step, self.comm.world_size)
         self._plan, self._schedule = StepPlan(micro.num_micro, blocks), schedule
-        self._values = StepValues(self.device)
-        self._norm, self._lr, self._stepped_at_once = None, math.nan, False
+        self._outcomes.begin_step()
+        self._buffers = self._buffers or ModelBuffers(self.comm, self._models)
+        self._buffers.begin_step()
+        self._stepped_at_once = False
+        self._exchange.begin_step()
         self._clear()
         for unit in self.units:
             unit.scales, unit.rates = [], unit.rates_now()
             unit.strategy.begin_step(self._plan)
 
+    def _params(self) -> list[torch.Tensor]:
+        groups = [group for unit in self.units for group in unit.strategy.optimizer.param_groups]
+        return [param for group in groups for param in group["params"]]
+
     def _clear(self) -> None:
-        for unit in self.units:
-            for group in unit.strategy.optimizer.param_groups:
-                for param in group["params"]:
-                    param.grad = None
+        """Also of what no optimizer has yet: it may be added in mid-step, and not with gradients of many batches."""
+        for param in (*self._params(), *self._watch.params):
+            param.grad = None
 
     @property
     def weight(self) -> float:
         """Of the present micro-batch: its number of samples, unless the user gave another."""
         assert self.micro is not None
         return float(self.micro.num_samples) if self._weight is None else self._weight
-
-    @property
-    def finished(self) -> bool:
-        """Whether the present micro-batch ended its step."""
-        return self._done and self._count == 0
 
     def set_weight(self, weight: float) -> None:
         """Weighs the present micro-batch, until the next `optimizer.step()`."""
@@ -193,7 +191,7 @@ class Stepper:
     def log(self, values: dict[str, Any]) -> None:
         """Notes values of the present micro-batch."""
         if self.micro is not None and not self._done:
-            self._values.log(values)
+            self._outcomes.values.log(values)
 
     def where(self) -> str:
         """Names the present micro-batch for a message."""
@@ -221,7 +219,11 @@ class Stepper:
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if schedule.full_num_micro > 1 and not self.stepped_here:
+            self._watch.check(self.where())
         self.timer.enter("reduce")
+        if self._plan is not None and not unit.scales:
+            unit.strategy.adopt_newcomers(self._plan)
         scale, self._weight = self._scale(), None
         unit.scales.append(scale)
         if not micro.shadow:
@@ -250,12 +252,29 @@ class Stepper:
                 if unit.scales:
                     self._check_unit(unit, self._count)
             if micro.is_last:
+                if not any(unit.scales for unit in self.units):
+                    check_taken(self._params(), f"step {self.step}")
                 at_once = self._schedule is not None and self._schedule.full_num_micro == 1
                 self._finish([] if at_once else [unit for unit in self.units if unit.scales], last=True)
             elif not micro.shadow and self._buffers is not None:
                 self._buffers.end_micro_batch(micro.index, micro.num_micro)
         finally:
             self.micro, self._done = None, True
+
+    def step_done(self) -> bool:
+        """Whether a step has ended in the present micro-batch.
+
+        With several optimizers it ends when the loader goes on; or here, if all have been stepped.
+        """
+        micro, waits = self.micro, len(self.units) > 1 and not self._done
+        if micro is not None and waits and micro.is_last and all(len(u.scales) == self._count for u in self.units):
+            self.settle()
+        return self._ended
+
+    def end_epoch(self, schedule: Schedule) -> None:
+        """Ends the present micro-batch, if the loader that has come to its end is the one that counts the steps."""
+        if schedule is self._schedule:
+            self.settle()
 
     def _check_unit(self, unit: Unit, expected: int) -> None:
         if len(unit.scales) != expected:
@@ -271,92 +290,18 @@ class Stepper:
 
     def _finish(self, units: Sequence[Unit], *, last: bool) -> None:
         """Collective: reduces and updates `units`; `last` also ends the step."""
-        micro, plan, buffers = self.micro, self._plan, self._buffers
-        assert micro is not None and plan is not None and buffers is not None
+        micro, plan, schedule, buffers = self.micro, self._plan, self._schedule, self._buffers
+        assert micro is not None and plan is not None and schedule is not None and buffers is not None
         self.timer.enter("reduce")
         if last and not micro.shadow:
             buffers.end_micro_batch(micro.index, micro.num_micro)
         if last:
-            self._values.start_copy()
-        extras = self._extras_exchange()
-        pending = extras.launch(self._mine(units))
-        for unit in units:
-            unit.strategy.launch(plan)
+            self._outcomes.values.start_copy()
+        max_block = -(-schedule.full_num_micro // self.comm.world_size)
+        ending = Ending(self.step, plan, buffers, max_block, micro.shadow, self.stop_requested, last)
+        ranks = self._exchange.finish(units, ending)
         if last:
-            buffers.launch(plan)
-        ranks = extras.read(pending, plan.blocks)
-        self._check(ranks)
-        for unit in units:
-            if any(rank.resend for rank in ranks):
-                unit.strategy.resend(plan)
-            lr = float(unit.strategy.optimizer.param_groups[0]["lr"])
-            norm = self._update(unit, ranks)
-            if unit is self.units[0]:
-                self._norm, self._lr = norm, lr
-        if last:
-            buffers.complete(plan, any(rank.quiet_changed for rank in ranks))
             self._end_step(ranks)
-
-    def _extras_exchange(self) -> ExtrasExchange:
-        assert self._schedule is not None
-        sizes = tuple(len(unit.strategy.parameter_names()) for unit in self.units)
-        max_block = -(-self._schedule.full_num_micro // self.comm.world_size)
-        if self._extras is None or self._extras[0] != (max_block, sizes):
-            self._extras = ((max_block, sizes), ExtrasExchange(self.comm, max_block, sizes))
-        return self._extras[1]
-
-    def _mine(self, units: Sequence[Unit]) -> RankStep:
-        shadow = self.micro is not None and self.micro.shadow
-        told = self._waiting[0].values if self._lag and self._waiting else self._values
-        ready = told is not self._values or not self._lag
-        return RankStep(
-            step=self.step,
-            names=told.names_hash if ready else 0,
-            units=sum(1 << k for k, unit in enumerate(self.units) if any(unit is u for u in units)),
-            stop=self.stop_requested,
-            quiet_changed=self._buffers is not None and self._buffers.quiet_changed,
-            resend=any(unit.strategy.must_resend for unit in units),
-            scales=[[] if shadow else unit.scales for unit in self.units],
-            values=told.read() if ready else [],
-            present=[unit.strategy.presence() for unit in self.units],
-        )
-
-    def _check(self, ranks: Sequence[RankStep]) -> None:
-        mine = ranks[self.comm.rank]
-        for rank, other in enumerate(ranks):
-            if other.units != mine.units:
-                raise CommError(
-                    f"in step {self.step} rank {rank} stepped other optimizers than rank {self.comm.rank}: decide "
-                    "by `run.step`, which is the same on every rank"
-                )
-
-    def _update(self, unit: Unit, ranks: Sequence[RankStep]) -> torch.Tensor:
-        number = next(k for k, other in enumerate(self.units) if other is unit)
-        total = math.fsum(scale for rank in ranks for scale in rank.scales[number])
-        present = [any(bits) for bits in zip(*(rank.present[number] for rank in ranks), strict=True)]
-        norm = unit.strategy.complete(total or 1.0, present, unit.clip_norm)
-        if not unit.named_unused and not all(present):
-            pairs = zip(unit.strategy.parameter_names(), present, strict=True)
-            unused = sorted(name for name, there in pairs if not there)
-            if total > 0 and not any(present):
-                raise InputError(
-                    "no parameter of the optimizer got a gradient in its first step: was it made from this model's "
-                    "parameters, and is loss.backward() called before optimizer.step()?"
-                )
-            self._on_note(f"no gradient in the first step for: {', '.join(unused[:8])}{' ...' * (len(unused) > 8)}")
-        unit.named_unused = True
-        if not self._lag and not math.isfinite(norm.item()):
-            raise InputError(
-                f"the gradient of step {self.step} is not finite (norm {norm.item()}); "
-                "the weights are as they were before it: lower the learning rate, or clip_norm"
-            )
-        self.timer.enter("optimizer")
-        if total > 0:
-            unit.update()
-        for schedule in unit.schedules:
-            schedule()
-        self.timer.enter("reduce")
-        return norm
 
     def _end_step(self, ranks: Sequence[RankStep]) -> None:
         assert self._plan is not None and self._schedule is not None and self.micro is not None
@@ -365,34 +310,36 @@ class Stepper:
         if not any(rank.units for rank in ranks) and not self._stepped_at_once:
             return  # nobody stepped anything: batches were only looked at, and that is no step
         self.step += 1
+        self._ended = True
+        self._name_unprepared()
+        if is_due(self.step):
+            check_alike(self.comm, self._models, self.step)
         step, epoch, times, size = self.step, self.epoch, self.timer.take(), self._schedule.step_size(self.micro.step)
-        norm = None if self._norm is None else read_later(self._norm)
-        lr = self._lr
+        norm = None if self._exchange.norm is None else read_later(self._exchange.norm)
+        lr = self._exchange.lr
 
         def outcome(values: dict[str, float]) -> StepOutcome:
             grad_norm = None if norm is None else lambda: float(norm())
             return StepOutcome(step, epoch, size, grad_norm, lr, values, times)
 
-        counts = [len(block) for block in self._plan.blocks]
-        self._waiting.append(_Waiting(self._values, counts, [rank.scales for rank in ranks], outcome))
-        if not self._lag or len(self._waiting) > 1:
-            self._tell(self._waiting.pop(0), ranks)
+        self._outcomes.end_step([len(block) for block in self._plan.blocks], ranks, outcome)
 
-    def _tell(self, waiting: _Waiting, ranks: Sequence[RankStep]) -> None:
-        names = waiting.values.names
-        if len({rank.names for rank in ranks}) > 1:
-            raise InputError(
-                f"ranks log values of different names (rank {self.comm.rank}: {names}): log the same on every rank"
+    def _name_unprepared(self) -> None:
+        if self._named_unprepared:
+            return
+        self._named_unprepared = True
+        prepared = {id(param) for param in self._params()}
+        pairs = [pair for model in self._models for pair in model.named_parameters()]
+        left = [name for name, param in pairs if param.grad is not None and id(param) not in prepared]
+        if left:
+            self._on_note(
+                f"these parameters have gradients and are in no prepared optimizer: {', '.join(left[:8])}"
+                f"{' ...' * (len(left) > 8)}; their gradients are not summed over the ranks"
             )
-        rows = [
-            RankStep(rank.step, scales=scales, values=rank.values)
-            for rank, scales in zip(ranks, waiting.scales, strict=True)
-        ]
-        self._on_step(waiting.outcome(average(names, rows, waiting.counts)))
 
     def flush(self) -> None:
-        """Collective: tells of steps whose values still wait."""
-        while self._waiting:
-            waiting = self._waiting.pop(0)
-            told = RankStep(self.step, waiting.values.names_hash, values=waiting.values.read())
-            self._tell(waiting, self.comm.gather_objects(told))
+        """Collective: tells of steps whose values still wait, and compares the weights of all ranks."""
+        while len(self._outcomes):
+            names, values = self._outcomes.tell_oldest()
+            self._outcomes.pass_on(self.comm.gather_objects(RankStep(self.step, names, values=values)))
+        check_alike(self.comm, self._models, self.step)
