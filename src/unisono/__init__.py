@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from unisono.errors import CommError, InputError, UnisonoError
     from unisono.numerics.digest import weights_digest
+    from unisono.opening import init
     from unisono.recipe import Recipe
-    from unisono.run import Run, init
+    from unisono.run import Run
     from unisono.trainer import Trainer
 
 __all__ = ["CommError", "InputError", "Recipe", "Run", "Trainer", "UnisonoError", "init", "weights_digest"]
@@ -20,7 +21,7 @@ _HOMES = {
     "Run": "run",
     "Trainer": "trainer",
     "UnisonoError": "errors",
-    "init": "run",
+    "init": "opening",
     "weights_digest": "numerics.digest",
 }
 

@@ -23,10 +23,11 @@ from unisono.observe.timer import PhaseTimer
 from unisono.recipe import check_clip_norm, check_micro_batch
 from unisono.strategy.base import StrategyFactory
 from unisono.strategy.replicated import ReplicatedStrategy
+from unisono.strategy.sharded import OptimizerShardedStrategy
 from unisono.strategy.stepper import Stepper
 from unisono.strategy.unit import Unit
 
-STRATEGIES: Mapping[str, StrategyFactory] = {"ddp": ReplicatedStrategy}
+STRATEGIES: Mapping[str, StrategyFactory] = {"ddp": ReplicatedStrategy, "zero1": OptimizerShardedStrategy}
 LOADING = ("global_batch", "micro_batch", "collate", "shuffle", "num_workers", "drop_last")
 
 
@@ -45,18 +46,31 @@ class Preparation:
         self.micro_batch: int | None = None
 
     def add_model(self, model: nn.Module, name: str | None) -> None:
-        """Moves a model to the device, gives it rank 0's weights, and watches its forward."""
+        """Moves a model to the device, gives it rank 0's weights, and watches its forward.
+
+        Raises:
+            InputError: its name is taken, or it has a SyncBatchNorm.
+        """
         if any(model is known for known in self.models.values()):
             return
         name = name or ("model" if not self.models else f"model{len(self.models) + 1}")
         if name in self.models:
             raise InputError(f"two models are named '{name}': give prepare another name=")
+        for path, module in model.named_modules():
+            if isinstance(module, nn.SyncBatchNorm):
+                raise InputError(
+                    f"{path or name} is a SyncBatchNorm, whose statistics would depend on the number of processes: use "
+                    "BatchNorm, whose running statistics unisono averages"
+                )
         model.to(self._session.device)
+        _give_own_memory(model)
         self.models[name] = model
         tensors = {id(tensor): tensor.detach() for tensor in [*model.parameters(), *model.buffers()]}
         self._session.comm.broadcast(list(tensors.values()))
         self._stepper.add_model(model)
-        model.register_forward_hook(_BackwardWatch(self._timer))
+        # A scripted model takes no hooks: a plain `loss.backward()` of it counts as forward time.
+        if not isinstance(model, torch.jit.ScriptModule):
+            model.register_forward_hook(_BackwardWatch(self._timer))
 
     @staticmethod
     def check_optimizer(optimizer: Any, schedule: LRScheduler | None, clip_norm: float | None) -> None:
@@ -86,6 +100,11 @@ class Preparation:
         models = self.models.items()
         prefixes = {name: f"{name}." if len(models) > 1 else "" for name, _ in models}
         names = {id(param): prefixes[m] + name for m, model in models for name, param in model.named_parameters()}
+        taken = {id(p) for u in self._stepper.units for g in u.strategy.optimizer.param_groups for p in g["params"]}
+        for param in (param for group in optimizer.param_groups for param in group["params"]):
+            if id(param) in taken:
+                name = names.get(id(param), "a parameter")
+                raise InputError(f"{name} is in two prepared optimizers: give each parameter to one of them")
         own = [param for group in optimizer.param_groups for param in group["params"] if id(param) not in names]
         if own:
             on_note(
@@ -149,7 +168,7 @@ class Preparation:
             options=options,
             on_fetch=lambda: self._timer.enter("data"),
             on_micro=lambda epoch, micro: self._stepper.begin(epoch, micro, schedule),
-            on_end=self._stepper.settle,
+            on_end=lambda: self._stepper.end_epoch(schedule),
         )
 
     def _check_alike(self, data: Any, size: int) -> None:
@@ -160,6 +179,21 @@ class Preparation:
                     f"rank {rank} has another dataset than rank 0 (or another split of it): call unisono.init() before "
                     "anything random, or give the split a generator of its own"
                 )
+
+
+def _give_own_memory(model: nn.Module) -> None:
+    """Copies expanded buffers (stride 0): one number in several places cannot be received, nor put back."""
+    copies: dict[int, torch.Tensor] = {}
+    for module in model.modules():
+        for key, value in module._buffers.items():
+            if value is not None and _is_expanded(value):
+                module._buffers[key] = copies.setdefault(id(value), value.contiguous())
+
+
+def _is_expanded(tensor: torch.Tensor) -> bool:
+    if tensor.layout is not torch.strided:
+        return False
+    return any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def _fingerprint(data: Any, size: int) -> tuple[int, int]:

@@ -8,6 +8,7 @@ import importlib
 import importlib.util
 import inspect
 import json
+import re
 import sys
 import traceback
 from collections.abc import Callable, Mapping
@@ -185,7 +186,7 @@ def load_recipe(source: str, settings: Mapping[str, str] | None = None) -> Loade
     name, path, module = _import(source)
     function = getattr(module, "recipe", None)
     if not callable(function):
-        raise InputError(f"{path} has no function `recipe`: define `def recipe(**options) -> unisono.Recipe`")
+        raise _no_recipe(path)
     options, required = _options(function)
     accepts_any = any(p.kind is p.VAR_KEYWORD for p in inspect.signature(function).parameters.values())
     chosen = {}
@@ -226,6 +227,9 @@ def _import(source: str) -> tuple[str, str, ModuleType]:
     if spec is None or spec.loader is None:
         raise InputError(f"{source} is not a Python file: its name must end in .py")
     module = importlib.util.module_from_spec(spec)
+    text = path.read_text(errors="replace")
+    if "unisono.init(" in text and not re.search(r"\brecipe\b|import \*", text):
+        raise _no_recipe(source)  # before it runs: a loop of its own would train to its end, on one process
     # As `python file.py` would have it: the file's neighbours can be imported, its classes pickled.
     sys.modules[module_name] = module
     sys.path.insert(0, str(path.resolve().parent))
@@ -234,6 +238,14 @@ def _import(source: str) -> tuple[str, str, ModuleType]:
     except (Exception, SystemExit) as error:
         raise InputError(f"{source} cannot be loaded: {_describe(error, source)}") from error
     return name, str(path), module
+
+
+def _no_recipe(path: str) -> InputError:
+    own_loop = "unisono.init(" in Path(path).read_text(errors="replace")
+    define = "define `def recipe(**options) -> unisono.Recipe`"
+    return InputError(
+        f"{path} has no function `recipe`: {f'start your own loop with `unisono run {path}`' if own_loop else define}"
+    )
 
 
 def _options(function: Callable[..., Any]) -> tuple[dict[str, Any], list[str]]:

@@ -18,69 +18,21 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from unisono.data.loader import MicroBatchLoader
 from unisono.data.stage import host_key, leader_first
-from unisono.errors import InputError, nearest, require_positive_int
+from unisono.errors import InputError, nearest
 from unisono.evaluate import EvalPlan, Metric, evaluate, predict
-from unisono.launch.environment import Place, detect, usable_cores
-from unisono.launch.session import Session, open_session
+from unisono.launch.session import Session
 from unisono.numerics.digest import full_state, weights_digest
 from unisono.numerics.seeds import derive_seed, seed_all
+from unisono.numerics.sums import exact_sum
 from unisono.observe.events import EvalRecord
 from unisono.observe.jsonl import JsonlSink, write_json
 from unisono.observe.ledger import Ledger
 from unisono.observe.timer import PhaseTimer
-from unisono.prepare import LOADING, STRATEGIES, Preparation
-from unisono.recipe import PRECISIONS
+from unisono.prepare import LOADING, Preparation
 from unisono.strategy.stepper import Stepper
 
 M = TypeVar("M", bound=nn.Module)
 Opt = TypeVar("Opt", bound=Optimizer)
-
-
-def init(
-    *,
-    seed: int = 0,
-    threads: int = 1,
-    strategy: str = "ddp",
-    precision: str = "float32",
-    timeout_s: float = 600.0,
-    run_dir: str | Path | None = None,
-) -> Run:
-    """Joins the job that this process was started in; alone, it is a world of one.
-
-    Args:
-        seed: All generators are seeded from it, now and before each micro-batch and sample.
-        threads: Intra-op threads. CPU kernels add in an order that depends on it, so it is part of a run's
-            definition, and 1 is the number that every machine has. Use the other cores by `unisono run --nproc`.
-        strategy: "ddp".
-        precision: "float32".
-        timeout_s: Longest wait for the other ranks in one call.
-        run_dir: Where metrics.jsonl and summary.json go; None writes nothing, unless `unisono run` gave one.
-
-    Flags of `unisono run` win over these arguments.
-
-    Raises:
-        InputError: an argument or the environment makes no sense.
-        CommError: the other ranks did not come.
-    """
-    if precision not in PRECISIONS:
-        raise InputError(f"there is no precision '{precision}': {', '.join(PRECISIONS)}")
-    place = detect()
-    run = open_run(place, seed=seed, threads=threads, strategy=strategy, timeout_s=timeout_s)
-    if run.run_dir is None and run_dir is not None:
-        run.claim(Path(run_dir))
-    if place.origin == "alone" and not place.job and run.device.type == "cpu" and usable_cores() > threads:
-        name = Path(sys.argv[0]).name or "train.py"
-        run.note(f"1 process, {threads} thread; `unisono run {name}` uses all {usable_cores()} cores, same weights")
-    return run
-
-
-def open_run(place: Place, *, seed: int, threads: int, strategy: str, timeout_s: float = 600.0) -> Run:
-    """Opens a run at a known place; see `init`."""
-    strategy = place.flags.get("strategy", strategy)
-    if strategy not in STRATEGIES:
-        raise InputError(f"there is no strategy '{strategy}'{nearest(strategy, STRATEGIES)}: {', '.join(STRATEGIES)}")
-    session = open_session(place, threads=require_positive_int(threads, "threads"), timeout_s=timeout_s)
-    return Run(session, seed=seed, strategy=strategy)
 
 
 class Run:
@@ -261,14 +213,14 @@ class Run:
         loss.reshape(()).backward()  # type: ignore[no-untyped-call]
 
     def log(self, **values: Any) -> None:
-        """Notes numbers of this micro-batch: their weighted mean over the step goes to `values` and metrics.jsonl."""
+        """Notes numbers of this micro-batch, before `optimizer.step()`: metrics.jsonl gets their mean over the step."""
         self._stepper.log(values)
 
     def mean(self, value: Any, weight: float = 1.0) -> float:
         """Returns the weighted mean of one number of every rank. Collective: every rank calls it."""
         pairs = self._session.comm.gather_objects((float(value), float(weight)))
-        total = math.fsum(weight for _, weight in pairs)
-        return math.fsum(value * weight for value, weight in pairs) / total if total else math.nan
+        total = exact_sum(weight for _, weight in pairs)
+        return exact_sum(value * weight for value, weight in pairs) / total if total else math.nan
 
     def barrier(self, what: str = "run.barrier()") -> None:
         """Waits for all ranks; the error names the missing."""

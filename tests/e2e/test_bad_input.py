@@ -70,6 +70,7 @@ def test_the_recipe_works_as_it_stands(unisono: InProcess, tmp_path: Path) -> No
     [
         ("x = 1\n", ["mine.py has no function `recipe`", "def recipe"]),
         ("recipe = 3\n", ["mine.py has no function `recipe`"]),
+        ("import unisono\nrun = unisono.init()\n", ["has no function `recipe`", "with `unisono run mine.py`"]),
         ("def recipe():\n    return {}\n", ["mine.py", "returned dict", "unisono.Recipe"]),
         ("def recipe():\n    return None\n", ["returned NoneType"]),
         ("def recipe():\n    x = 1\n    return 1 / 0\n", ["mine.py", "ZeroDivisionError", "line 3"]),

@@ -14,14 +14,13 @@ from unisono.strategy.flat import FlatGroup
 from unisono.strategy.replicated import ReplicatedStrategy
 
 sizes = st.lists(st.integers(0, 200) | st.integers(16_000, 70_000), min_size=1, max_size=12)
-itemsizes = st.sampled_from([1, 2, 4, 8, 16])
 bucket_sizes = st.integers(1, 60_000)
-BLOCK = 4_096  # elements of a block, as documented
+BLOCK = 1_024  # elements of a block, as documented
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64]
 
 
-def layout_of(numels: list[int], itemsize: int) -> FlatLayout:
-    return FlatLayout.of([(f"p{number}", numel) for number, numel in enumerate(numels)], itemsize)
+def layout_of(numels: list[int]) -> FlatLayout:
+    return FlatLayout.of([(f"p{number}", numel) for number, numel in enumerate(numels)])
 
 
 def covered(total: int, parts: list[range]) -> np.ndarray:
@@ -34,24 +33,24 @@ def covered(total: int, parts: list[range]) -> np.ndarray:
 
 
 @settings(deadline=None)
-@given(sizes, itemsizes)
-def test_segments_are_aligned_and_do_not_overlap(numels: list[int], itemsize: int) -> None:
-    layout = layout_of(numels, itemsize)
+@given(sizes)
+def test_segments_are_runs_of_blocks_and_do_not_overlap(numels: list[int]) -> None:
+    layout = layout_of(numels)
     assert [segment.numel for segment in layout.segments] == numels
     assert [segment.name for segment in layout.segments] == [f"p{number}" for number in range(len(numels))]
     for segment in layout.segments:
-        assert segment.offset * itemsize % 64 == 0
-        assert 0 <= (segment.padded - segment.numel) * itemsize < 64
+        assert segment.offset % BLOCK == 0
+        assert 0 <= segment.padded - segment.numel < BLOCK
         assert segment.stop - segment.offset == segment.padded
     assert (covered(layout.total, [range(s.offset, s.stop) for s in layout.segments]) == 1).all()
 
 
 @settings(deadline=None)
-@given(sizes, itemsizes, bucket_sizes, st.integers(1, 9))
+@given(sizes, bucket_sizes, st.integers(1, 9))
 def test_buckets_and_shards_tile_the_vector_with_whole_blocks(
-    numels: list[int], itemsize: int, bucket_elements: int, world_size: int
+    numels: list[int], bucket_elements: int, world_size: int
 ) -> None:
-    layout = layout_of(numels, itemsize)
+    layout = layout_of(numels)
     buckets = layout.buckets(bucket_elements)
     assert (covered(layout.total, buckets) == 1).all()
     assert all(map(len, buckets))
@@ -63,8 +62,6 @@ def test_buckets_and_shards_tile_the_vector_with_whole_blocks(
             assert bucket.start <= shard.start <= shard.stop <= bucket.stop
             owners[shard.start : shard.stop] = len(all_shards)
             all_shards.append(shard)
-            if len(shard):
-                assert shard.start * itemsize % 64 == 0
         # No rank has much more to do than the others.
         assert max(map(len, shards)) <= len(bucket) / world_size + BLOCK
     assert (covered(layout.total, all_shards) == 1).all()
@@ -77,13 +74,26 @@ def test_buckets_and_shards_tile_the_vector_with_whole_blocks(
 
 
 @settings(deadline=None)
-@given(sizes, itemsizes, bucket_sizes)
-def test_buckets_are_about_as_large_as_asked(numels: list[int], itemsize: int, bucket_elements: int) -> None:
-    layout = layout_of(numels, itemsize)
+@given(sizes, bucket_sizes)
+def test_buckets_are_about_as_large_as_asked(numels: list[int], bucket_elements: int) -> None:
+    layout = layout_of(numels)
     buckets = layout.buckets(bucket_elements)
     for bucket in buckets[:-1]:
         assert abs(len(bucket) - bucket_elements) < BLOCK or len(bucket) == BLOCK
     assert len({len(bucket) for bucket in buckets[:-1]}) <= 1
+
+
+@settings(deadline=None)
+@given(sizes, st.integers(1, 9))
+def test_owners_get_whole_parameters(numels: list[int], world_size: int) -> None:
+    layout = layout_of(numels)
+    owned = layout.owned(world_size)
+    assert len(owned) == world_size
+    assert (covered(layout.total, owned) == 1).all()
+    for segment in filter(lambda segment: segment.numel, layout.segments):
+        assert sum(segment.offset in part and segment.stop - 1 in part for part in owned) == 1
+    # As even as whole parameters allow.
+    assert max(map(len, owned)) <= layout.total / world_size + max(segment.padded for segment in layout.segments)
 
 
 @settings(deadline=None, max_examples=40)

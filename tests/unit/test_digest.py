@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import unisono
+from unisono.errors import InputError
 from unisono.numerics.digest import SAFETENSORS_DTYPES, full_state
 
 
@@ -46,6 +47,11 @@ def test_every_dtype(dtype: torch.dtype, tmp_path: Path) -> None:
     state = {"weight": filled(dtype)}
     assert unisono.weights_digest(state) == saved(state, tmp_path)
     assert unisono.weights_digest({"weight": filled(dtype)[..., :1]}) != unisono.weights_digest(state)
+
+
+def test_a_dtype_that_safetensors_cannot_hold_is_refused_by_name() -> None:
+    with pytest.raises(InputError, match=r"^phases has dtype torch\.complex128, .*persistent=False$"):
+        unisono.weights_digest({"a": torch.ones(1), "phases": torch.ones(2, dtype=torch.complex128)})
 
 
 class Net(nn.Module):

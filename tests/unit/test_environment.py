@@ -92,6 +92,14 @@ def test_what_our_launcher_hands_over() -> None:
         assert found.flags == {"strategy": "ddp", "num_workers": 2}
 
 
+@pytest.mark.parametrize("text", ["{", "x", "3", "[]", "null"])
+@pytest.mark.parametrize("environment", [{}, TORCHRUN], ids=["alone", "torchrun"])
+def test_a_job_that_cannot_be_read(environment: dict[str, str], text: str) -> None:
+    with pytest.raises(InputError, match=re.escape(f"sets UNISONO_JOB={text!r}, which is no JSON object: unset it")):
+        detect({**environment, "UNISONO_JOB": text})
+    assert detect({**environment, "UNISONO_JOB": ""}) == detect(environment)
+
+
 def test_the_process_environment_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in TORCHRUN.items():
         monkeypatch.setenv(name, value)

@@ -225,6 +225,24 @@ def test_a_file_that_cannot_work_is_refused(write: Callable[..., str], body: str
         load_recipe(write(body))
 
 
+@pytest.mark.parametrize("word", ["", "# no recipe here\n"])
+def test_a_loop_of_its_own_is_sent_to_the_other_command(tmp_path: Path, word: str) -> None:
+    path = tmp_path / "loop.py"
+    path.write_text(f"{word}import sys, unisono\nsys.ran = True\nif __name__ == '__main__':\n    unisono.init()\n")
+    with pytest.raises(
+        InputError, match=re.escape(f"no function `recipe`: start your own loop with `unisono run {path}`")
+    ):
+        load_recipe(str(path))
+    # Where nothing can be a recipe it is not even run: its whole training would come before the sentence.
+    assert sys.__dict__.pop("ran", False) == bool(word)
+
+
+def test_a_recipe_may_come_from_elsewhere_in_a_file_with_a_loop(write: Callable[..., str], tmp_path: Path) -> None:
+    (tmp_path / "helper_of_recipe.py").write_text(Path(write(PLAIN)).read_text())
+    for line in ("from helper_of_recipe import recipe", "from helper_of_recipe import *"):
+        assert load_recipe(write(f"{line}\nif __name__ == '__main__':\n    unisono.init()\n")).options["width"] == 64
+
+
 def test_a_file_that_is_not_there(tmp_path: Path, write: Callable[..., str]) -> None:
     for source, message in {
         str(tmp_path / "none.py"): "does not exist",

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.nn.utils.rnn import pack_padded_sequence
 
-from unisono.data.tensors import aligned, map_tensors, num_samples, to_device
+from unisono.data.tensors import aligned, map_tensors, to_device
 
 CPU = torch.device("cpu")
 
@@ -154,9 +154,3 @@ def test_what_aligned_leaves_alone() -> None:
     for tensor in (torch.empty(0), torch.eye(3).to_sparse(), torch.empty(3, device="meta")):
         assert aligned(tensor) is tensor
     assert aligned(shifted((1,), 3)[0]).item() == shifted((1,), 3)[0].item()
-
-
-def test_num_samples() -> None:
-    assert num_samples({"text": ["a"], "n": torch.tensor(1.0), "x": torch.ones(5, 2), "y": torch.ones(7)}) == 5
-    assert num_samples((torch.tensor(1), "x")) is None
-    assert num_samples([]) is None

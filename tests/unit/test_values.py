@@ -26,14 +26,26 @@ def collected(*micros: dict[str, Any]) -> StepValues:
 
 
 def test_rows_are_micro_batches_and_columns_names_in_order() -> None:
-    values = collected({"b": 2, "a": torch.tensor(1.5)}, {"c": np.float32(3), "a": torch.ones(1, 1)})
-    assert values.names == ["a", "b", "c"]
-    first, second = values.read()
-    assert first[:2] == [1.5, 2.0]
-    assert math.isnan(first[2])
-    assert second[0] == 1.0
-    assert math.isnan(second[1])
-    assert second[2] == 3.0
+    values = collected({"b": 2, "a": torch.tensor(1.5)}, {"a": torch.ones(1, 1), "b": np.float32(3)})
+    assert values.names == ["a", "b"]
+    values.start_copy()
+    assert values.read() == [[1.5, 2.0], [1.0, 3.0]]
+
+
+@pytest.mark.parametrize("micros", [({"a": 1, "b": 2}, {"a": 3}), ({"a": 3}, {"a": 1, "b": 2}), ({}, {"b": 2}, {})])
+def test_names_that_only_some_micro_batches_logged_are_refused(micros: tuple[dict[str, Any], ...]) -> None:
+    """Ranks with one micro-batch each would differ, which is refused: so it is on one rank with all of them."""
+    values = collected(*micros)
+    for look in (values.read, values.start_copy):
+        with pytest.raises(InputError, match=r"the value b was logged in some micro-batches .* decide by run\.step"):
+            look()
+
+
+def test_a_step_in_which_nothing_is_logged() -> None:
+    values = collected({}, {})
+    values.start_copy()
+    assert values.read() == [[], []]
+    assert average([], [rank([1.0, 1.0], values.read())], [2]) == {}
 
 
 def test_a_later_value_of_a_name_replaces_the_earlier() -> None:
@@ -52,7 +64,7 @@ def test_what_is_logged_outside_of_a_micro_batch_is_nobodys() -> None:
 def test_the_hash_tells_names_apart() -> None:
     sets = [collected({}), collected({"a": 1}), collected({"b": 1}), collected({"a": 1, "b": 1}), collected({"ab": 1})]
     assert len({values.names_hash for values in sets}) == 5
-    assert collected({"b": 1, "a": 2}).names_hash == collected({"a": 1}, {"b": 3}).names_hash
+    assert collected({"b": 1, "a": 2}).names_hash == collected({"a": 1, "b": 3}, {"a": 4, "b": 5}).names_hash
 
 
 @pytest.mark.parametrize("value", ["high", [1, 2], torch.ones(2), None, {"a": 1}])
@@ -104,6 +116,21 @@ def test_the_split_over_ranks_cannot_show() -> None:
 def test_totals_are_added_exactly() -> None:
     values = [1e16, 1.0, -1e16, 1.0]
     assert average(["x"], [rank([1.0] * 4, [[value] for value in values])], [4]) == {"x": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("values", "mean"),
+    [
+        ([math.inf, 1.0], math.inf),
+        ([-math.inf, 1.0], -math.inf),
+        ([math.inf, -math.inf, 1.0], NAN),
+        ([1e308, 1e308], NAN),  # the sum is too large for a float
+    ],
+)
+def test_infinities_that_cancel_are_no_error(values: list[float], mean: float) -> None:
+    found = average(["x", "y"], [rank([1.0] * len(values), [[value, 1.0] for value in values])], [len(values)])
+    assert repr(found["x"]) == repr(mean)
+    assert found["y"] == 1.0
 
 
 def test_shadows_and_weightless_micro_batches_do_not_count() -> None:

@@ -49,7 +49,7 @@ class RecipeJob:
 
 def train_recipe(job: RecipeJob, place: Place) -> None:
     """Trains a recipe on one rank; rank 0 writes the summary."""
-    from unisono.run import open_run
+    from unisono.opening import open_run
     from unisono.trainer import Trainer
 
     folder = place.run_dir / "logs" if place.run_dir else None

@@ -67,16 +67,3 @@ def to_device(batch: Any, device: torch.device) -> Any:
         batch,
         lambda value: value.to(device) if callable(getattr(value, "to", None)) else value,
     )
-
-
-def num_samples(batch: Any) -> int | None:
-    """Returns the size of the first dimension of the first tensor, or None if there is no tensor with one."""
-    sizes: list[int] = []
-
-    def note(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.dim():
-            sizes.append(tensor.shape[0])
-        return tensor
-
-    map_tensors(note, batch)
-    return sizes[0] if sizes else None

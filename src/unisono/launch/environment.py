@@ -53,10 +53,10 @@ def detect(environ: Mapping[str, str] | None = None) -> Place:
     """Finds this process's place.
 
     Raises:
-        InputError: the variables of a launcher are there by half, or contradict each other.
+        InputError: the variables of a launcher are there by half, contradict each other, or cannot be read.
     """
     env = os.environ if environ is None else environ
-    job = json.loads(env.get(JOB_VARIABLE, "{}"))
+    job = _job(env)
     there = [name for name in TORCHRUN_VARIABLES if env.get(name)]
     if "RANK" not in there and "WORLD_SIZE" not in there and "LOCAL_RANK" not in there:
         return Place(job=job)
@@ -77,6 +77,20 @@ def detect(environ: Mapping[str, str] | None = None) -> Place:
     restarts = _integer(env, "TORCHELASTIC_RESTART_COUNT") if env.get("TORCHELASTIC_RESTART_COUNT") else 0
     has_store = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     return Place(rank, world_size, local_rank, local_world_size, "torchrun", restarts, has_store, job)
+
+
+def _job(env: Mapping[str, str]) -> dict[str, Any]:
+    text = env.get(JOB_VARIABLE) or "{}"
+    try:
+        job = json.loads(text)
+    except ValueError:
+        job = None
+    if not isinstance(job, dict):
+        raise InputError(
+            f"the environment sets {JOB_VARIABLE}={text!r}, which is no JSON object: unset it, `unisono run` sets it "
+            "for the ranks that it starts"
+        )
+    return job
 
 
 def _integer(env: Mapping[str, str], name: str) -> int:

@@ -8,6 +8,8 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
+from unisono.errors import InputError
+
 # The names that the safetensors format gives to torch's dtypes.
 SAFETENSORS_DTYPES = {
     torch.float64: "F64",
@@ -53,11 +55,19 @@ def weights_digest(weights: Mapping[str, torch.Tensor] | nn.Module) -> str:
         weights: Tensors by name, or a model, whose `full_state` is then taken.
 
     Determinism: depends on nothing but the weights, so it is the same for every world size and strategy.
+
+    Raises:
+        InputError: a tensor has a dtype that safetensors cannot hold.
     """
     state = full_state(weights) if isinstance(weights, nn.Module) else weights
     digest = hashlib.sha256()
     for name in sorted(state):
         tensor = state[name]
+        if tensor.dtype not in SAFETENSORS_DTYPES:
+            raise InputError(
+                f"{name} has dtype {tensor.dtype}, which safetensors cannot hold, so the weights have no digest: keep "
+                "it in another dtype (complex numbers as torch.view_as_real), or make it a buffer with persistent=False"
+            )
         digest.update(name.encode() + b"\0" + SAFETENSORS_DTYPES[tensor.dtype].encode() + b"\0")
         if tensor.numel():
             digest.update(tensor_bytes(tensor))

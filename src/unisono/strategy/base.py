@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -99,6 +100,10 @@ class Strategy(ABC):
         Returns:
             The norm of the whole gradient before clipping, a float64 scalar on the parameters' device.
         """
+
+    @abstractmethod
+    def updating(self) -> AbstractContextManager[None]:
+        """Collective: the optimizer's own `step` runs inside; afterwards every rank has the new weights."""
 
     @abstractmethod
     def presence(self) -> list[bool]:

@@ -179,10 +179,13 @@ class Exchange:
 
     def _update(self, unit: Unit, ranks: Sequence[RankStep], step: int) -> None:
         self._timer.enter("optimizer")
-        # What an optimizer, its hooks, and the loop after it draw is alike on all ranks, whatever they drew before.
+        # What an optimizer draws, and the loop after it, is alike on all ranks, whatever they drew before.
         seed_all(derive_seed(self._seed, "update", step, self._number(unit)), self._device)
         if self._total(unit, ranks) > 0:
-            unit.update()
+            with unit.strategy.updating():
+                unit.update()
+            # Sharded, the ranks' optimizers may have drawn unlike.
+            seed_all(derive_seed(self._seed, "updated", step, self._number(unit)), self._device)
         for schedule in unit.schedules:
             schedule()
         self._timer.enter("reduce")

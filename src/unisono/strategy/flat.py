@@ -38,6 +38,9 @@ class FlatGroup:
         named: Parameters by name, in the order in which backward reaches them.
         bucket_bytes: The unit of one exchange; the bits do not depend on it.
         number: Among the groups of an optimizer.
+
+    Attributes:
+        params: In the order of the layout's segments.
     """
 
     def __init__(
@@ -46,7 +49,7 @@ class FlatGroup:
         self.number, self.params = number, [param for _, param in named]
         first = self.params[0]
         itemsize = first.element_size()
-        self.layout = FlatLayout.of([(name, param.numel()) for name, param in named], itemsize)
+        self.layout = FlatLayout.of([(name, param.numel()) for name, param in named])
         self.buckets = self.layout.buckets(max(1, bucket_bytes // itemsize))
         self.num_bytes = self.layout.total * itemsize
         self.dtype, self.device = first.dtype, first.device
@@ -115,7 +118,7 @@ class FlatGroup:
             return self._pool.pop()
         flat = torch.zeros(self.layout.total, dtype=self.dtype, device=self.device)
         pairs = zip(self.layout.segments, self.params, strict=True)
-        return FlatBuffer(flat, tuple(_view(flat, segment, param) for segment, param in pairs))
+        return FlatBuffer(flat, tuple(view_of(flat, segment, param) for segment, param in pairs))
 
     def recycle(self, used: FlatBuffer | None = None) -> None:
         """Gives back a buffer, or all that the tree still holds."""
@@ -134,7 +137,7 @@ class FlatGroup:
         return self._inboxes[slot][:numel]
 
 
-def _view(flat: torch.Tensor, segment: Segment, param: torch.Tensor) -> torch.Tensor:
+def view_of(flat: torch.Tensor, segment: Segment, param: torch.Tensor) -> torch.Tensor:
     """A view in the parameter's own strides where they are dense: copies stay linear, and a fused update is right."""
     if torch.ops.aten.is_non_overlapping_and_dense.default(param):
         return flat.as_strided(param.shape, param.stride(), segment.offset)

@@ -19,16 +19,38 @@ EXTRAS, RESULTS, BUFFERS, GRADIENTS = 1, 2, 3, 4
 
 
 class Partition:
-    """Who owns what of a group: fixed until the parameters change, so worked out once."""
+    """Who owns what of a group, worked out once.
 
-    def __init__(self, group: FlatGroup, comm: Collectives, one_shot: bool) -> None:
+    Args:
+        one_shot: Everybody adds up everything: one exchange instead of two, which sends more at W > 2.
+        whole: A parameter has one owner.
+
+    Attributes:
+        buckets: The units of exchange.
+        shards: For each bucket, the range of each rank.
+        norms: The same as indices of blocks.
+    """
+
+    def __init__(self, group: FlatGroup, comm: Collectives, *, one_shot: bool = False, whole: bool = False) -> None:
         layout, self.one_shot = group.layout, one_shot
         self.buckets = group.buckets
-        self.shards = [
-            [bucket] * comm.world_size if one_shot else layout.shards(bucket, comm.world_size)
-            for bucket in self.buckets
-        ]
+        if one_shot:
+            self.shards = [[bucket] * comm.world_size for bucket in self.buckets]
+        elif whole:
+            owned = layout.owned(comm.world_size)
+            self.shards = [[_overlap(bucket, part) for part in owned] for bucket in self.buckets]
+        else:
+            self.shards = [layout.shards(bucket, comm.world_size) for bucket in self.buckets]
         self.norms = [[layout.blocks_in(shard) for shard in shards] for shards in self.shards]
+
+    def own(self, rank: int) -> list[range]:
+        """Returns the shards of a rank, one a bucket."""
+        return [shards[rank] for shards in self.shards]
+
+
+def _overlap(one: range, other: range) -> range:
+    start = min(max(one.start, other.start), one.stop)
+    return range(start, max(start, min(one.stop, other.stop)))
 
 
 class Reduction:
@@ -77,8 +99,13 @@ class Reduction:
         for arrival in self.pending:
             arrival.wait()
 
-    def divide_and_share(self, total: float) -> None:
-        """Adds this rank's shards in tree order, divides them, and starts to send them to all."""
+    def divide_and_share(self, total: float, share: bool = True) -> None:
+        """Adds this rank's shards in tree order, divides them, and starts to send them to all.
+
+        Args:
+            total: What the sum is divided by.
+            share: False sends the norms only: each rank keeps the gradient of its own shards.
+        """
         self.target = self.own[0][1] if self.own else self.group.buffer()
         for slot, arrival in enumerate(self.pending):
             arrival.wait()
@@ -90,9 +117,9 @@ class Reduction:
                     torch.div(value, total, out=out)
                 self._measure(shard, norms[self.comm.rank])
             if not self.partition.one_shot and self.comm.world_size > 1:
-                parts = [
-                    [_slice(self.target.flat, s), _slice(self.norms, n)] for s, n in zip(shards, norms, strict=True)
-                ]
+                parts = [[_slice(self.norms, n)] for n in norms]
+                if share:
+                    parts = [[_slice(self.target.flat, s), *part] for s, part in zip(shards, parts, strict=True)]
                 self.pending[slot] = self.comm.all_gather(parts, channel=RESULTS)
 
     def _add_up(self, slot: int, shard: range) -> torch.Tensor:
@@ -107,18 +134,11 @@ class Reduction:
     def _measure(self, shard: range, blocks: range) -> None:
         """Norms of the shard's blocks. Each row of the call is summed by itself, so a boundary cannot show."""
         assert self.target is not None
-        whole = len(shard) // BLOCK_ELEMENTS
-        middle = shard.start + whole * BLOCK_ELEMENTS
-        if whole:
-            rows = _slice(self.target.flat, range(shard.start, middle)).view(whole, BLOCK_ELEMENTS)
-            norms = _slice(self.norms, range(blocks.start, blocks.start + whole))
-            norms.copy_(torch.linalg.vector_norm(rows, dim=1, dtype=self.norms.dtype))
-        if middle < shard.stop:
-            rest = _slice(self.target.flat, range(middle, shard.stop))
-            self.norms[blocks.stop - 1] = torch.linalg.vector_norm(rest, dtype=self.norms.dtype)
+        rows = _slice(self.target.flat, shard).view(len(blocks), BLOCK_ELEMENTS)
+        _slice(self.norms, blocks).copy_(torch.linalg.vector_norm(rows, dim=1, dtype=self.norms.dtype))
 
     def result(self) -> tuple[FlatBuffer, torch.Tensor]:
-        """Waits for the others' shards; returns the whole gradient and its blocks' norms."""
+        """Waits for the others' shards; returns the gradient (whole if it is shared) and its blocks' norms."""
         for arrival in self.pending:
             arrival.wait()
         assert self.target is not None

@@ -189,7 +189,13 @@ class Stepper:
         self._weight = weight
 
     def log(self, values: dict[str, Any]) -> None:
-        """Notes values of the present micro-batch."""
+        """Notes values of the present micro-batch.
+
+        Raises:
+            InputError: its optimizer has been stepped: a step's values leave with its last update.
+        """
+        if self.micro is not None and len(self.units) == 1 and (self._done or self.stepped_here):
+            raise InputError(f"run.log({', '.join(values)}=...) after optimizer.step(): call it before")
         if self.micro is not None and not self._done:
             self._outcomes.values.log(values)
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from unisono.errors import InputError
+from unisono.numerics.sums import exact_sum
 from unisono.strategy.extras import MAX_VALUES, RankStep
 
 
@@ -48,18 +49,39 @@ class StepValues:
         return zlib.crc32("\0".join(self.names).encode())
 
     def start_copy(self) -> None:
-        """On an accelerator, starts to bring the values to the host."""
-        flat = [micro.get(name, math.nan) for micro in self._micros for name in self.names]
+        """On an accelerator, starts to bring the values to the host.
+
+        Raises:
+            InputError: as for `read`; on every device.
+        """
+        self._check_alike()
+        names = self.names
+        flat = [micro[name] for micro in self._micros for name in names]
         if self._device.type != "cpu" and flat:
             there = [torch.as_tensor(value, dtype=torch.float32).detach().to(self._device) for value in flat]
             self._copy = read_later(torch.stack([value.reshape(()) for value in there]))
 
     def read(self) -> list[list[float]]:
-        """Returns a row a micro-batch, in the order of `names`."""
+        """Returns a row a micro-batch, in the order of `names`.
+
+        Raises:
+            InputError: a value is no number, or micro-batches differ in names.
+        """
         names = self.names
         if self._copy is not None:
             return self._copy().view(len(self._micros), len(names)).tolist()
-        return [[_number(micro.get(name, math.nan), name) for name in names] for micro in self._micros]
+        self._check_alike()
+        return [[_number(micro[name], name) for name in names] for micro in self._micros]
+
+    def _check_alike(self) -> None:
+        # Refused here as between ranks, where the names' hashes differ: a rank of one micro-batch could not tell.
+        for micro in self._micros:
+            if len(micro) < len(self._names):
+                name = min(self._names - micro.keys())
+                raise InputError(
+                    f"the value {name} was logged in some micro-batches of a step and not in others: log the same "
+                    "names in every micro-batch of a step, before optimizer.step(); decide by run.step"
+                )
 
 
 def read_later(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
@@ -88,7 +110,7 @@ def _number(value: Any, name: str) -> float:
 def average(names: Sequence[str], ranks: Sequence[RankStep], counts: Sequence[int]) -> dict[str, float]:
     """Returns the weighted mean of every value over the micro-batches of a step.
 
-    `math.fsum` adds exactly, so the result does not depend on who computed which micro-batch.
+    Sums are exact, so the result does not depend on who computed which micro-batch.
 
     Args:
         names: In the order of the rows.
@@ -108,6 +130,6 @@ def average(names: Sequence[str], ranks: Sequence[RankStep], counts: Sequence[in
             )
             if scale > 0 and not math.isnan(row[column])
         ]
-        weight = math.fsum(scale for scale, _ in pairs)
-        found[name] = math.fsum(scale * value for scale, value in pairs) / weight if weight else math.nan
+        weight = exact_sum(scale for scale, _ in pairs)
+        found[name] = exact_sum(scale * value for scale, value in pairs) / weight if weight else math.nan
     return found

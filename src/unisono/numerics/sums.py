@@ -1,0 +1,18 @@
+"""Sums of Python floats that do not depend on how the numbers are grouped."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+
+def exact_sum(values: Iterable[float]) -> float:
+    """Returns `math.fsum(values)`, and NaN where that raises: infinities that cancel out, a sum too large for a float.
+
+    Determinism: rounded once, so the grouping cannot show; pass the values in one order for every world size, since
+    whether an intermediate sum is too large may depend on it.
+    """
+    try:
+        return math.fsum(values)
+    except (ValueError, OverflowError):
+        return math.nan
