@@ -21,13 +21,17 @@ from unisono.errors import InputError, require_positive_int
 from unisono.launch.session import Session
 from unisono.observe.timer import PhaseTimer
 from unisono.recipe import check_clip_norm, check_micro_batch
-from unisono.strategy.base import StrategyFactory
+from unisono.strategy.base import Strategy
 from unisono.strategy.replicated import ReplicatedStrategy
-from unisono.strategy.sharded import OptimizerShardedStrategy
+from unisono.strategy.sharded import GradientShardedStrategy, OptimizerShardedStrategy
 from unisono.strategy.stepper import Stepper
 from unisono.strategy.unit import Unit
 
-STRATEGIES: Mapping[str, StrategyFactory] = {"ddp": ReplicatedStrategy, "zero1": OptimizerShardedStrategy}
+STRATEGIES: Mapping[str, type[Strategy]] = {
+    "ddp": ReplicatedStrategy,
+    "zero1": OptimizerShardedStrategy,
+    "zero2": GradientShardedStrategy,
+}
 LOADING = ("global_batch", "micro_batch", "collate", "shuffle", "num_workers", "drop_last")
 
 
@@ -154,7 +158,11 @@ class Preparation:
         place = (self._session.place.rank, self._session.place.world_size)
         check_world_size(place[1], global_batch, micro_batch)
         schedule = Schedule(
-            num_samples=size, global_batch=global_batch, micro_batch=micro_batch, drop_last=bool(drop_last)
+            num_samples=size,
+            global_batch=global_batch,
+            micro_batch=micro_batch,
+            drop_last=bool(drop_last),
+            strided=self._factory.strided,
         )
         if schedule.num_steps == 0:
             raise InputError(f"drop_last leaves no step: {size} samples, global_batch {global_batch}")

@@ -111,9 +111,10 @@ def test_values_survive_the_way_through_the_views(shapes: list[list[int]], dtype
     group = FlatGroup([(f"p{number}", param) for number, param in enumerate(params)])
     buffer = group.buffer()
     values = [torch.randn(param.shape, generator=generator, dtype=dtype) for param in params]
-    for view, value in zip(buffer.views, values, strict=True):
+    views = [buffer.views[position] for position in range(len(params))]
+    for view, value in zip(views, values, strict=True):
         view.copy_(value)
-    for view, value, param in zip(buffer.views, values, params, strict=True):
+    for view, value, param in zip(views, values, params, strict=True):
         assert view.shape == param.shape
         assert torch.equal(view, value)
         assert view.untyped_storage().data_ptr() == buffer.flat.untyped_storage().data_ptr()

@@ -1,4 +1,4 @@
-"""The reduction of `ddp`: the same bits on any number of ranks, and those of adding neighbours pairwise."""
+"""Reduction: the same bits on any number of ranks, under every strategy, and those of adding neighbours pairwise."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.fakes import ThreadCollectives, run_threads
-from unisono.errors import CommError
-from unisono.strategy.base import StepPlan
+from unisono.errors import CommError, InputError
+from unisono.strategy.base import StepPlan, Strategy
 from unisono.strategy.replicated import ReplicatedStrategy
+from unisono.strategy.sharded import GradientShardedStrategy, OptimizerShardedStrategy
 
 KINDS = ["plain", "channels_last", "transposed"]
 # Of each a few, so that cuts fall everywhere; the largest has three blocks of the layout and a part.
@@ -62,13 +63,16 @@ class Machine:
     """What must not show.
 
     Attributes:
-        early: Whether a rank with one micro-batch sends during backward.
+        early: Whether gradients may be sent during backward.
+        whole: Whether the optimizer is one that needs whole parameters.
     """
 
     blocks: tuple[range, ...]
     bucket_bytes: int
     one_shot_bytes: int
     early: bool = False
+    strategy: str = "ddp"
+    whole: bool = False
 
 
 @dataclass(frozen=True)
@@ -113,12 +117,18 @@ def _random(param: tuple[tuple[int, ...], torch.dtype, str], generator: torch.Ge
 
 
 @st.composite
-def machines(draw: st.DrawFn, num_micro: int) -> Machine:
+def machines(draw: st.DrawFn, problem: Problem) -> Machine:
+    num_micro = len(problem.scales)
     world_size = draw(st.integers(1, 5))
     cuts = sorted(draw(st.lists(st.integers(0, num_micro), min_size=world_size - 1, max_size=world_size - 1)))
     blocks = tuple(range(start, stop) for start, stop in zip([0, *cuts], [*cuts, num_micro], strict=True))
     small = st.sampled_from([0, 1, 64, 300, 5_000, 70_000, 10**9])
-    return Machine(blocks, draw(small), draw(small), draw(st.booleans()))
+    strategy = draw(st.sampled_from(["ddp", "zero1", "zero2"]))
+    early = draw(st.booleans())
+    if strategy == "zero2":
+        blocks = tuple(range(rank, num_micro, world_size) for rank in range(world_size))
+        early = early and problem.passes is None  # a second backward is refused
+    return Machine(blocks, draw(small), draw(small), early, strategy, draw(st.booleans()))
 
 
 def alone(problem: Problem) -> Machine:
@@ -137,6 +147,10 @@ def make_params(problem: Problem) -> list[torch.nn.Parameter]:
     return params
 
 
+class Odd(torch.optim.SGD):
+    """A class that the engine knows nothing of."""
+
+
 class OneRank:
     """A strategy with its parameters, for as many steps as wanted."""
 
@@ -144,19 +158,27 @@ class OneRank:
         self.comm, self.machine = comm, machine
         self.params = make_params(problem)
         names = {id(param): f"p{number}" for number, param in enumerate(self.params)}
-        optimizer = torch.optim.SGD(self.params, lr=0.1)
-        self.strategy = ReplicatedStrategy(comm, optimizer, names, machine.bucket_bytes, machine.one_shot_bytes)
+        optimizer = (Odd if machine.whole else torch.optim.SGD)(self.params, lr=0.1)
+        self.strategy: Strategy
+        if machine.strategy == "ddp":
+            self.strategy = ReplicatedStrategy(comm, optimizer, names, machine.bucket_bytes, machine.one_shot_bytes)
+        else:
+            sharded = {"zero1": OptimizerShardedStrategy, "zero2": GradientShardedStrategy}[machine.strategy]
+            self.strategy = sharded(comm, optimizer, names, machine.bucket_bytes)
 
     def step(self, problem: Problem) -> Outcome:
         plan = StepPlan(len(problem.scales), self.machine.blocks)
         self.strategy.optimizer.zero_grad()
         self.strategy.begin_step(plan)
-        block = plan.blocks[self.comm.rank]
-        for leaf in block:
-            if self.machine.early and self.comm.world_size > 1 and len(block) == 1:
-                self.strategy.expect_backward(plan, leaf, lambda: problem.scales[block[0]])
-            self._backward(problem, leaf)
-            self.strategy.add_micro_batch(leaf, problem.scales[leaf])
+        leaves: list[int | None] = list(plan.blocks[self.comm.rank])
+        if self.strategy.strided:
+            leaves += [None] * (len(plan.blocks[0]) - len(leaves))
+        for leaf in leaves:
+            scale = 1.0 if leaf is None else problem.scales[leaf]
+            if self.machine.early:
+                self.strategy.expect_backward(plan, leaf, lambda scale=scale: scale)
+            self._backward(problem, 0 if leaf is None else leaf)
+            self.strategy.add_micro_batch(plan, leaf, scale)
             assert all(param.grad is None for param in self.params)
         # As the stepper does it: nobody waits for anything before it has sent what it has.
         mine = self.strategy.presence(), self.strategy.must_resend
@@ -166,7 +188,18 @@ class OneRank:
             self.strategy.resend(plan)
         present = [any(bits) for bits in zip(*told, strict=True)]
         norm = self.strategy.complete(math.fsum(problem.scales) or 1.0, present, problem.clip_norm)
-        return Outcome([None if p.grad is None else p.grad.clone() for p in self.params], norm)
+        return Outcome(self._update(), norm)
+
+    @torch.no_grad()
+    def _update(self) -> list[torch.Tensor | None]:
+        """What each optimizer saw, put together: an update that makes the weights the gradient."""
+        for param in self.params:
+            param.fill_(math.nan)
+        with self.strategy.updating():
+            for piece in self.strategy.optimizer.param_groups[0]["params"]:
+                if piece.grad is not None:
+                    piece.copy_(piece.grad)
+        return [None if p.isnan().all() else p.detach().clone() for p in self.params]
 
     def _backward(self, problem: Problem, leaf: int) -> None:
         """Gives the parameters their gradients as a user's loop does."""
@@ -216,7 +249,9 @@ def truth(problem: Problem) -> Outcome:
         while len(parts) > 1:
             odd = parts[len(parts) & ~1 :]
             parts = [a + b for a, b in zip(parts[::2], parts[1::2], strict=False)] + odd
-        sums.append(None if all(grad is None for grad in column) else parts[0] / total)
+        # Of no elements, nothing tells whether there was one.
+        none = all(grad is None for grad in column) or 0 in shape
+        sums.append(None if none else parts[0] / total)
     norm = math.sqrt(math.fsum(float(g.double().square().sum()) for g in sums if g is not None))
     return Outcome(sums, torch.tensor(norm, dtype=torch.float64))
 
@@ -228,7 +263,7 @@ SETTINGS = settings(deadline=None, max_examples=80, suppress_health_check=[Healt
 @given(problems(), st.data())
 def test_no_machine_shows_in_the_gradient(problem: Problem, data: st.DataObject) -> None:
     wanted = run_steps([problem], alone(problem))[0][0]
-    machine = data.draw(machines(len(problem.scales)))
+    machine = data.draw(machines(problem))
     for (found,) in run_steps([problem], machine):
         same(found, wanted)
 
@@ -238,7 +273,7 @@ def test_no_machine_shows_in_the_gradient(problem: Problem, data: st.DataObject)
 def test_the_gradient_is_the_pairwise_sum(problem: Problem, data: st.DataObject) -> None:
     problem = replace(problem, clip_norm=None)
     wanted = truth(problem)
-    machine = data.draw(machines(len(problem.scales)))
+    machine = data.draw(machines(problem))
     found = run_steps([problem], machine)[0][0]
     same(replace(found, norm=wanted.norm), wanted)
     assert found.norm.item() == pytest.approx(wanted.norm.item(), rel=1e-5)
@@ -249,7 +284,7 @@ def test_the_gradient_is_the_pairwise_sum(problem: Problem, data: st.DataObject)
 @given(problems(), st.data())
 def test_the_step_before_cannot_show(problem: Problem, data: st.DataObject) -> None:
     """Buffers are used again: what an earlier step left in them must be gone."""
-    machine = data.draw(machines(len(problem.scales)))
+    machine = data.draw(machines(problem))
     turned = replace(
         problem,
         grads=[[None if grad is None else -3 * grad for grad in grads] for grads in reversed(problem.grads)],
@@ -347,6 +382,34 @@ def test_what_was_sent_during_backward_is_what_counts_in_the_end(
     wanted = run_steps([problem], alone(problem))[0][0]
     same(replace(wanted, norm=truth(problem).norm), truth(problem))
     for blocks in ((range(1), range(1, 3)), (range(1), range(1, 2), range(2, 3))):
-        for one_shot_bytes in (0, 10**9):
-            for (found,) in run_steps([problem], Machine(blocks, bucket_bytes, one_shot_bytes, early=True)):
+        for one_shot_bytes, strategy in ((0, "ddp"), (10**9, "ddp"), (0, "zero1")):
+            machine = Machine(blocks, bucket_bytes, one_shot_bytes, early=True, strategy=strategy)
+            for (found,) in run_steps([problem], machine):
                 same(found, wanted)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_zero2_refuses_a_second_backward_that_comes_too_late(world_size: int) -> None:
+    params = [((5_000,), torch.float32, "plain")] * 2
+    grads: list[Any] = [[torch.ones(5_000)] * 2 for _ in range(2)]
+    problem = Problem(params, grads, [1.0, 1.0], None, [[[0, 1], [0, 1]]] * 2)
+    blocks = tuple(range(rank, 2, world_size) for rank in range(world_size))
+    with pytest.raises(InputError, match=r"backward reached p[01] a second time in one micro-batch.*use the strategy"):
+        run_steps([problem], Machine(blocks, 1, 0, early=True, strategy="zero2"))
+
+
+def test_what_zero2_has_sent_is_no_number_to_whoever_looks() -> None:
+    problem = Problem([((5_000,), torch.float32, "plain")], [[torch.ones(5_000)]], [1.0])
+
+    def body(comm: ThreadCollectives) -> None:
+        rank = OneRank(comm, problem, Machine((range(1),), 1, 0, strategy="zero2"))
+        plan = StepPlan(1, (range(1),))
+        rank.strategy.begin_step(plan)
+        rank.strategy.expect_backward(plan, 0, lambda: 1.0)
+        (rank.params[0] * 2).sum().backward()
+        grad = rank.params[0].grad
+        assert grad is not None and grad.isnan().all() and grad.untyped_storage().nbytes() == 4
+        with pytest.raises(RuntimeError, match="single memory location"):
+            torch.nn.utils.clip_grad_norm_(rank.params, 1.0)
+
+    run_threads(1, body)

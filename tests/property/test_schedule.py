@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from itertools import islice, pairwise
 
 import pytest
@@ -91,7 +92,23 @@ def test_blocks_are_contiguous_balanced_and_in_rank_order(schedule: Schedule, wo
         lengths = [len(block) for block in blocks]
         assert lengths == sorted(lengths, reverse=True)
         assert lengths[0] - lengths[-1] <= 1
-        assert schedule.max_block(step, world_size) == max(lengths)
+
+
+@settings(deadline=None)
+@given(schedules(), world_sizes)
+def test_strided_ranks_attend_every_round(schedule: Schedule, world_size: int) -> None:
+    schedule = replace(schedule, strided=True)
+    by_rank = _by_rank(schedule, world_size)
+    assert [schedule.num_rank_micro_batches(rank, world_size) for rank in range(world_size)] == list(map(len, by_rank))
+    for step in range(schedule.num_steps):
+        num_micro, rounds = schedule.num_micro(step), []
+        for micros in by_rank:
+            rounds.append([micro for micro in micros if micro.step == step])
+            assert [micro.is_last for micro in rounds[-1]] == [False] * (len(rounds[-1]) - 1) + [True]
+        assert {len(own) for own in rounds} == {-(-num_micro // world_size)}
+        dealt = [micro for attended in zip(*rounds, strict=True) for micro in attended]
+        assert [micro.index for micro in dealt if not micro.shadow] == list(range(num_micro))
+        assert all(micro.index == 0 for micro in dealt if micro.shadow)
 
 
 @settings(deadline=None)

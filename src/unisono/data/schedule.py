@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 
 from unisono.errors import InputError, require_positive_int
 
@@ -53,6 +54,8 @@ class Schedule:
         global_batch: Samples of a step.
         micro_batch: Samples of a micro-batch.
         drop_last: Leave out a last step that would be short.
+        strided: Deal micro-batches out in rounds of one a rank, all of which every rank attends, instead of giving each
+            rank neighbouring ones.
 
     Raises:
         InputError: A size is not a positive integer, or `micro_batch` exceeds `global_batch`.
@@ -62,6 +65,7 @@ class Schedule:
     global_batch: int
     micro_batch: int
     drop_last: bool = False
+    strided: bool = False
 
     def __post_init__(self) -> None:
         if isinstance(self.num_samples, bool) or not isinstance(self.num_samples, int) or self.num_samples < 0:
@@ -105,20 +109,21 @@ class Schedule:
         return self._micro(step, index)
 
     def block(self, step: int, rank: int, world_size: int) -> range:
-        """Returns the micro-batches of `step` that `rank` computes: consecutive ones, perhaps none.
+        """Returns the micro-batches of `step` that `rank` computes, perhaps none.
 
-        Blocks follow each other in rank order. Their sizes differ by at most 1, larger ones first.
+        Sizes of blocks differ by at most 1, larger ones first. Blocks follow each other in rank order, or, strided,
+        rank r has every `world_size`-th micro-batch from the r-th on.
 
         Raises:
             IndexError: The epoch has no such step.
             InputError: `rank` is not one of `world_size` ranks.
         """
         _check_rank(rank, world_size)
-        return _block(self.num_micro(step), rank, world_size)
+        return self.blocks(step, world_size)[rank]
 
     def blocks(self, step: int, world_size: int) -> tuple[range, ...]:
         """Returns the block of every rank."""
-        return _blocks(self.num_micro(step), world_size)
+        return _blocks(self.num_micro(step), world_size, self.strided)
 
     def step_size(self, step: int) -> int:
         """Returns the samples of `step`."""
@@ -137,8 +142,8 @@ class Schedule:
     def rank_micro_batches(self, rank: int, world_size: int, first_step: int = 0) -> Iterator[MicroBatch]:
         """Yields, one at a time, what `rank` computes from `first_step` to the end of the epoch.
 
-        A rank with an empty block in a step gets one shadow, micro-batch 0 of that step, so that every rank
-        meets every collective and user code never an empty batch.
+        A rank with an empty block in a step, or strided with nothing to do in its last round, gets a shadow,
+        micro-batch 0 of that step, so that every rank meets every collective and user code never an empty batch.
 
         Raises:
             InputError: `rank` is not one of `world_size` ranks, or `first_step` lies beyond the epoch.
@@ -158,10 +163,14 @@ class Schedule:
             InputError: `rank` is not one of `world_size` ranks.
         """
         _check_rank(rank, world_size)
-        total = self.num_samples // self.global_batch * (len(_block(self.full_num_micro, rank, world_size)) or 1)
+        total = self.num_samples // self.global_batch * self._num_attended(self.full_num_micro, rank, world_size)
         if self._short_step_samples:
-            total += len(self.block(self.num_steps - 1, rank, world_size)) or 1
+            total += self._num_attended(self.num_micro(self.num_steps - 1), rank, world_size)
         return total
+
+    def _num_attended(self, num_micro: int, rank: int, world_size: int) -> int:
+        blocks = _blocks(num_micro, world_size, self.strided)
+        return len(blocks[0] if self.strided else blocks[rank]) or 1
 
     @property
     def _short_step_samples(self) -> int:
@@ -182,21 +191,20 @@ class Schedule:
     def _rank_micro_batches(self, rank: int, world_size: int, first_step: int) -> Iterator[MicroBatch]:
         for step in range(first_step, self.num_steps):
             block = self.blocks(step, world_size)[rank]
-            if not block:
+            count = self._num_attended(self.num_micro(step), rank, world_size)
+            for number, index in enumerate(block, start=1):
+                yield self._micro(step, index, is_last=number == count)
+            if len(block) < count:
                 yield self._micro(step, 0, is_last=True, shadow=True)
-            for index in block:
-                yield self._micro(step, index, is_last=index == block[-1])
-
-
-def _block(num_micro: int, rank: int, world_size: int) -> range:
-    size, larger = divmod(num_micro, world_size)
-    start = rank * size + min(rank, larger)
-    return range(start, start + size + (rank < larger))
 
 
 @lru_cache(maxsize=64)
-def _blocks(num_micro: int, world_size: int) -> tuple[range, ...]:
-    return tuple(_block(num_micro, rank, world_size) for rank in range(world_size))
+def _blocks(num_micro: int, world_size: int, strided: bool) -> tuple[range, ...]:
+    if strided:
+        return tuple(range(rank, num_micro, world_size) for rank in range(world_size))
+    size, larger = divmod(num_micro, world_size)
+    starts = [rank * size + min(rank, larger) for rank in range(world_size + 1)]
+    return tuple(range(start, stop) for start, stop in pairwise(starts))
 
 
 def _check_rank(rank: int, world_size: int) -> None:

@@ -71,6 +71,15 @@ class FlatLayout:
         size = max(1, bucket_elements // BLOCK_ELEMENTS) * BLOCK_ELEMENTS
         return [range(start, min(start + size, self.total)) for start in range(0, self.total, size)]
 
+    def segment_buckets(self, bucket_elements: int) -> list[range]:
+        """Cuts the vector into runs of whole segments of about `bucket_elements`; a larger segment is one by itself."""
+        buckets, start = [], 0
+        for segment in self.segments:
+            if segment.stop - start > bucket_elements and segment.offset > start:
+                buckets.append(range(start, segment.offset))
+                start = segment.offset
+        return [*buckets, range(start, self.total)] if start < self.total else buckets
+
     def shards(self, bucket: range, world_size: int) -> list[range]:
         """Cuts a bucket into `world_size` runs of whole blocks, as even as blocks allow; some may be empty."""
         count = len(bucket) // BLOCK_ELEMENTS

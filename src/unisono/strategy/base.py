@@ -40,6 +40,8 @@ class Strategy(ABC):
     """
 
     name: ClassVar[str]
+    strided: ClassVar[bool] = False
+    """Whether micro-batches are dealt out in rounds; see `Schedule`."""
 
     def __init__(self, comm: Collectives, optimizer: torch.optim.Optimizer, names: dict[int, str]) -> None:
         self.comm, self.optimizer, self.names = comm, optimizer, names
@@ -49,12 +51,12 @@ class Strategy(ABC):
         """Forgets the last step's gradients."""
 
     @abstractmethod
-    def expect_backward(self, plan: StepPlan, leaf: int, scale: Callable[[], float]) -> None:
-        """Told before the forward of a step's only micro-batch on this rank: its gradients may be sent early.
+    def expect_backward(self, plan: StepPlan, leaf: int | None, scale: Callable[[], float]) -> None:
+        """Told before a forward, where nobody else's backward can reach the gradients: they may be sent early.
 
         Args:
             plan: Of the step.
-            leaf: The micro-batch.
+            leaf: The micro-batch, None for a shadow.
             scale: Its scale, known once backward begins.
         """
 
@@ -63,8 +65,18 @@ class Strategy(ABC):
         """Takes in parameters that were thawed or added since the step began; on all ranks alike."""
 
     @abstractmethod
-    def add_micro_batch(self, leaf: int, scale: float) -> None:
-        """Takes the gradients of one micro-batch out of the parameters."""
+    def add_micro_batch(self, plan: StepPlan, leaf: int | None, scale: float) -> None:
+        """Takes the gradients of one micro-batch out of the parameters; collective if strided.
+
+        Args:
+            plan: Of the step.
+            leaf: The micro-batch, None for a shadow.
+            scale: What its gradients are multiplied by.
+        """
+
+    @abstractmethod
+    def skip_micro_batch(self, plan: StepPlan) -> None:
+        """The same for a micro-batch that ended without `optimizer.step()`: its gradients are dropped."""
 
     @abstractmethod
     def launch(self, plan: StepPlan) -> None:
@@ -112,6 +124,3 @@ class Strategy(ABC):
     @abstractmethod
     def parameter_names(self) -> list[str]:
         """In the order of `presence`."""
-
-
-StrategyFactory = Callable[[Collectives, torch.optim.Optimizer, dict[int, str]], Strategy]

@@ -28,7 +28,6 @@ class Ending:
         plan: Of the step.
         buffers: Of all models.
         max_block: Most micro-batches that a rank has in any step.
-        shadow: This rank's only micro-batch of the step is left out of all sums.
         stop: This rank was told to stop.
         last: Whether the step ends too, or only one optimizer's part of it.
     """
@@ -37,7 +36,6 @@ class Ending:
     plan: StepPlan
     buffers: ModelBuffers
     max_block: int
-    shadow: bool
     stop: bool
     last: bool
 
@@ -127,7 +125,7 @@ class Exchange:
             outside=ending.buffers.outside,
             resend=any(unit.strategy.must_resend for unit in units),
             began=any(unit.strategy.began for unit, there in zip(self._units, stepped, strict=True) if not there),
-            scales=[[] if ending.shadow else unit.scales for unit in self._units],
+            scales=[unit.scales[: len(ending.plan.blocks[self.comm.rank])] for unit in self._units],
             values=values,
             present=[unit.strategy.presence() for unit in self._units],
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,11 +22,11 @@ class FlatBuffer:
 
     Attributes:
         flat: Shape (layout.total,).
-        views: In the parameters' own shapes and memory formats, without the padding.
+        views: In the parameters' own shapes and memory formats, without the padding; by position in the group.
     """
 
     flat: torch.Tensor
-    views: tuple[torch.Tensor, ...]
+    views: Mapping[int, torch.Tensor]
 
 
 class FlatGroup:
@@ -38,19 +38,25 @@ class FlatGroup:
         named: Parameters by name, in the order in which backward reaches them.
         bucket_bytes: The unit of one exchange; the bits do not depend on it.
         number: Among the groups of an optimizer.
+        whole_segments: Buckets are cut between parameters only.
 
     Attributes:
         params: In the order of the layout's segments.
     """
 
     def __init__(
-        self, named: Sequence[tuple[str, torch.Tensor]], bucket_bytes: int = BUCKET_BYTES, number: int = 0
+        self,
+        named: Sequence[tuple[str, torch.Tensor]],
+        bucket_bytes: int = BUCKET_BYTES,
+        number: int = 0,
+        whole_segments: bool = False,
     ) -> None:
         self.number, self.params = number, [param for _, param in named]
         first = self.params[0]
         itemsize = first.element_size()
         self.layout = FlatLayout.of([(name, param.numel()) for name, param in named])
-        self.buckets = self.layout.buckets(max(1, bucket_bytes // itemsize))
+        cut = self.layout.segment_buckets if whole_segments else self.layout.buckets
+        self.buckets = cut(max(1, bucket_bytes // itemsize))
         self.num_bytes = self.layout.total * itemsize
         self.dtype, self.device = first.dtype, first.device
         self.present = [False] * len(self.params)
@@ -116,9 +122,14 @@ class FlatGroup:
         """Returns a flat vector whose views hold garbage and whose padding is zero."""
         if self._pool:
             return self._pool.pop()
-        flat = torch.zeros(self.layout.total, dtype=self.dtype, device=self.device)
-        pairs = zip(self.layout.segments, self.params, strict=True)
-        return FlatBuffer(flat, tuple(view_of(flat, segment, param) for segment, param in pairs))
+        return self.buffer_of(range(self.layout.total))
+
+    def buffer_of(self, bucket: range) -> FlatBuffer:
+        """Returns new memory for the whole segments in `bucket`."""
+        flat = torch.zeros(len(bucket), dtype=self.dtype, device=self.device)
+        places = enumerate(zip(self.layout.segments, self.params, strict=True))
+        inside = [(k, s, p) for k, (s, p) in places if bucket.start <= s.offset and s.stop <= bucket.stop]
+        return FlatBuffer(flat, {k: view_of(flat, s, p, s.offset - bucket.start) for k, s, p in inside})
 
     def recycle(self, used: FlatBuffer | None = None) -> None:
         """Gives back a buffer, or all that the tree still holds."""
@@ -137,8 +148,11 @@ class FlatGroup:
         return self._inboxes[slot][:numel]
 
 
-def view_of(flat: torch.Tensor, segment: Segment, param: torch.Tensor) -> torch.Tensor:
-    """A view in the parameter's own strides where they are dense: copies stay linear, and a fused update is right."""
+def view_of(flat: torch.Tensor, segment: Segment, param: torch.Tensor, offset: int) -> torch.Tensor:
+    """A view of `flat` in the parameter's shape.
+
+    In its own strides where they are dense: copies stay linear, and a fused update is right.
+    """
     if torch.ops.aten.is_non_overlapping_and_dense.default(param):
-        return flat.as_strided(param.shape, param.stride(), segment.offset)
-    return flat[segment.offset : segment.offset + segment.numel].view(param.shape)
+        return flat.as_strided(param.shape, param.stride(), flat.storage_offset() + offset)
+    return flat[offset : offset + segment.numel].view(param.shape)

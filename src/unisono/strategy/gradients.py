@@ -1,4 +1,4 @@
-"""GradientStrategy: gradients in flat vectors, exchanged once a step. What ddp and zero1 have in common.
+"""GradientStrategy: gradients are exchanged once a step. What ddp and zero1 have in common.
 
 The sum is a reduce-scatter: each rank owns a shard of every bucket, receives the others' partial sums of that shard,
 adds them in tree order and divides once. What becomes of the shards is the strategy's own affair.
@@ -7,31 +7,25 @@ adds them in tree order and divides once. What becomes of the shards is the stra
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections import defaultdict
 from collections.abc import Callable, Sequence
+from typing import ClassVar
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
 from unisono.comm.api import Collectives
 from unisono.numerics.tree import roots
-from unisono.strategy.base import StepPlan, Strategy
+from unisono.strategy.base import StepPlan
 from unisono.strategy.flat import BUCKET_BYTES, FlatBuffer, FlatGroup
+from unisono.strategy.grouped import GroupedStrategy, clip_factor
 from unisono.strategy.overlap import Overlap
 from unisono.strategy.reduction import Partition, Reduction
 
 
-class GradientStrategy(Strategy):
-    """See the module's docstring.
+class GradientStrategy(GroupedStrategy):
+    """See the module's docstring."""
 
-    Groups are only ever added: a parameter that is frozen again keeps its place, and its zeros travel on, so that
-    shards, and the optimizer state that belongs to them, stay where they are.
-
-    Args:
-        bucket_bytes: The unit of one exchange. The bits do not depend on it.
-    """
-
-    shares_gradients = True
+    shares_gradients: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -40,20 +34,12 @@ class GradientStrategy(Strategy):
         names: dict[int, str],
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
-        super().__init__(comm, optimizer, names)
-        self._bucket_bytes = bucket_bytes
-        self._members: set[int] = set()
-        self.groups: list[FlatGroup] = []
+        super().__init__(comm, optimizer, names, bucket_bytes)
         self._partitions: list[Partition] = []
         self._reductions: list[Reduction] = []
         self._overlaps: list[Overlap] = []
         self._hooks: list[RemovableHandle] = []
         self._results: list[FlatBuffer] = []
-        self._norm_order: torch.Tensor | None = None
-
-    @abstractmethod
-    def _partition(self, group: FlatGroup) -> Partition:
-        """Says who owns what of a new group."""
 
     @abstractmethod
     def _hand_over(self, group: FlatGroup, result: FlatBuffer, present: Sequence[bool]) -> None:
@@ -65,42 +51,36 @@ class GradientStrategy(Strategy):
         for group, result in zip(self.groups, self._results, strict=False):
             group.recycle(result)
         self._results = []
-        self.adopt_newcomers(plan)
         for group in self.groups:
             group.begin(plan.num_micro)
+        self.adopt_newcomers(plan)
 
-    def adopt_newcomers(self, plan: StepPlan) -> None:
-        kinds: dict[tuple[torch.dtype, torch.device], list[tuple[str, torch.Tensor]]] = defaultdict(list)
-        for number, param in reversed(list(enumerate(self._params()))):
-            if id(param) not in self._members and (param.requires_grad or param.grad is not None):
-                self._members.add(id(param))
-                kinds[param.dtype, param.device].append((self.names.get(id(param), f"parameter {number}"), param))
-        for named in kinds.values():
-            group = FlatGroup(named, self._bucket_bytes, len(self.groups))
-            group.begin(plan.num_micro)
-            partition = self._partition(group)
-            overlap = Overlap(self.comm, group, partition, self._overlaps[-1] if self._overlaps else None)
-            if self.comm.world_size > 1:
-                self._hooks += overlap.hooks()
-            self.groups.append(group)
-            self._partitions.append(partition)
-            self._overlaps.append(overlap)
-            self._norm_order = None
+    def _begin_group(self, group: FlatGroup, partition: Partition, plan: StepPlan) -> None:
+        group.begin(plan.num_micro)
+        overlap = Overlap(self.comm, group, partition, self._overlaps[-1] if self._overlaps else None)
+        if self.comm.world_size > 1:
+            self._hooks += overlap.hooks()
+        self._partitions.append(partition)
+        self._overlaps.append(overlap)
 
-    def _params(self) -> list[torch.Tensor]:
-        return [param for group in self.optimizer.param_groups for param in group["params"]]
-
-    def expect_backward(self, plan: StepPlan, leaf: int, scale: Callable[[], float]) -> None:
-        for overlap in self._overlaps:
-            overlap.arm(plan, leaf, scale)
+    def expect_backward(self, plan: StepPlan, leaf: int | None, scale: Callable[[], float]) -> None:
+        # Where this rank has one micro-batch in the step, nothing has to be added up before it is sent.
+        if leaf is not None and self.comm.world_size > 1 and len(plan.blocks[self.comm.rank]) == 1:
+            for overlap in self._overlaps:
+                overlap.arm(plan, leaf, scale)
 
     @torch.no_grad()
-    def add_micro_batch(self, leaf: int, scale: float) -> None:
+    def add_micro_batch(self, plan: StepPlan, leaf: int | None, scale: float) -> None:
+        if leaf is None:
+            return
         for group, overlap in zip(self.groups, self._overlaps, strict=True):
             if overlap.armed:
                 overlap.finish(leaf, scale)
             else:
                 group.add(leaf, scale)
+
+    def skip_micro_batch(self, plan: StepPlan) -> None:
+        return None  # what was begun is ended by `cancel`, when all ranks know
 
     def launch(self, plan: StepPlan) -> None:
         self._reductions = []
@@ -140,30 +120,7 @@ class GradientStrategy(Strategy):
         start = 0
         for group, result in zip(self.groups, self._results, strict=True):
             if clip_norm is not None:
-                # As torch.nn.utils.clip_grad_norm_ has it; by 1.0 where nothing is to clip, so no device waits.
-                result.flat.mul_((clip_norm / (norm + 1e-6)).clamp(max=1.0).to(group.device, group.dtype))
+                result.flat.mul_(clip_factor(norm, clip_norm).to(group.device, group.dtype))
             self._hand_over(group, result, present[start : start + len(group.params)])
             start += len(group.params)
         return norm
-
-    def _whole_norm(self, norms: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Adds the blocks' squares in the optimizer's order, in which no grouping can show."""
-        if not norms:
-            return torch.zeros((), dtype=torch.float64)
-        squares = torch.cat([part.to(norms[0].device, torch.float64).square() for part in norms])
-        if self._norm_order is None:
-            blocks, start = {}, 0
-            for group in self.groups:
-                for param, segment in zip(group.params, group.layout.segments, strict=True):
-                    part = group.layout.blocks_in(range(segment.offset, segment.stop))
-                    blocks[id(param)] = range(start + part.start, start + part.stop)
-                start += group.layout.num_blocks
-            order = [block for param in self._params() for block in blocks.get(id(param), ())]
-            self._norm_order = torch.tensor(order, dtype=torch.long, device=squares.device)
-        return squares[self._norm_order].sum().sqrt()
-
-    def presence(self) -> list[bool]:
-        return [there for group in self.groups for there in group.present]
-
-    def parameter_names(self) -> list[str]:
-        return [segment.name for group in self.groups for segment in group.layout.segments]

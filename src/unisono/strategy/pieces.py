@@ -8,7 +8,7 @@ each on one rank. Outside of the update `param_groups` lists the model's own par
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch import nn, optim
 
 from unisono.comm.api import Collectives
 from unisono.numerics.layout import Segment
-from unisono.strategy.flat import FlatBuffer, FlatGroup, view_of
+from unisono.strategy.flat import FlatGroup, view_of
 from unisono.strategy.reduction import RESULTS, Partition
 
 # Each element's update depends on that element alone. Others (Muon, Adafactor, LAMB, any class that is not torch's
@@ -74,7 +74,7 @@ class _FlatWeights:
         self.flat = torch.zeros(group.layout.total, dtype=group.dtype, device=group.device)
         self.pieces: list[_Piece] = []
         for param, segment in zip(group.params, group.layout.segments, strict=True):
-            view = view_of(self.flat, segment, param)
+            view = view_of(self.flat, segment, param, segment.offset)
             view.copy_(param.detach())
             param.data = view
             parts = _joined([range(max(s.start, segment.offset), min(s.stop, segment.stop)) for s in own])
@@ -107,8 +107,8 @@ class Pieces:
         self._of: dict[int, list[_Piece]] = defaultdict(list)
         self._state: defaultdict[torch.Tensor, Any] = defaultdict(dict)
 
-    def __bool__(self) -> bool:
-        return bool(self._weights)
+    def __contains__(self, group: FlatGroup) -> bool:
+        return any(weights.group is group for weights in self._weights)
 
     @torch.no_grad()
     def add(self, group: FlatGroup, own: Sequence[range], partition: Partition | None = None) -> None:
@@ -121,16 +121,20 @@ class Pieces:
         for piece in weights.pieces:
             self._of[id(piece.param)].append(piece)
 
-    def set_gradients(self, group: FlatGroup, result: FlatBuffer, present: Sequence[bool]) -> None:
-        """Gives each piece its part of the step's gradient, None where no micro-batch had one."""
+    def set_gradients(
+        self, group: FlatGroup, gradient: Callable[[range], torch.Tensor], present: Sequence[bool]
+    ) -> None:
+        """Gives each piece its part of the step's gradient, None where no micro-batch had one.
+
+        Args:
+            gradient: Returns the gradient of a range of the flat vector.
+        """
         there = {id(param): found for param, found in zip(group.params, present, strict=True)}
-        views = {id(param): view for param, view in zip(group.params, result.views, strict=True)}
-        for weights in self._weights:
-            if weights.group is group:
-                for piece in weights.pieces:
-                    key, place = id(piece.param), piece.place
-                    gradient = views[key] if piece.whole else result.flat[place.start : place.stop]
-                    piece.tensor.grad = gradient if there[key] else None
+        for piece in next((weights.pieces for weights in self._weights if weights.group is group), ()):
+            piece.tensor.grad = None
+            if there[id(piece.param)]:
+                found = gradient(piece.place)
+                piece.tensor.grad = view_of(found, piece.segment, piece.param, 0) if piece.whole else found
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
@@ -217,7 +221,7 @@ class Pieces:
                     continue
                 if key not in target:
                     flat = torch.zeros(segment.padded, dtype=value.dtype, device=param.device)
-                    target[key] = view_of(flat, Segment(segment.name, 0, segment.numel, segment.padded), param)
+                    target[key] = view_of(flat, segment, param, 0)
                 base = target[key].as_strided((segment.padded,), (1,), 0)
                 base[place.start - segment.offset : place.stop - segment.offset].copy_(value)
         return found
@@ -238,6 +242,6 @@ def _cut(value: Any, piece: _Piece) -> Any:
     if piece.whole or value.shape != piece.param.shape:
         return value.clone()
     flat = torch.zeros(piece.segment.padded, dtype=value.dtype, device=value.device)
-    view_of(flat, Segment("", 0, piece.segment.numel, piece.segment.padded), piece.param).copy_(value)
+    view_of(flat, piece.segment, piece.param, 0).copy_(value)
     offset = piece.segment.offset
     return flat[piece.place.start - offset : piece.place.stop - offset].clone()

@@ -53,6 +53,27 @@ def _overlap(one: range, other: range) -> range:
     return range(start, max(start, min(one.stop, other.stop)))
 
 
+class Norms:
+    """The norms of a group's blocks, each measured by its owner."""
+
+    def __init__(self, comm: Collectives, group: FlatGroup, partition: Partition) -> None:
+        self.comm, self.partition = comm, partition
+        # At least float32; a norm of float64 gradients stays float64, which torch refuses to narrow.
+        dtype = torch.promote_types(group.dtype, torch.float32)
+        self.values = torch.zeros(group.layout.num_blocks, dtype=dtype, device=group.device)
+
+    def measure(self, slot: int, shard: torch.Tensor) -> list[list[torch.Tensor]]:
+        """Measures this rank's shard of a bucket; returns whose norms are where, for an all-gather.
+
+        Each row of the call is summed by itself, so a boundary cannot show.
+        """
+        parts = [_slice(self.values, blocks) for blocks in self.partition.norms[slot]]
+        own = parts[self.comm.rank]
+        if len(own):
+            own.copy_(torch.linalg.vector_norm(shard.view(len(own), BLOCK_ELEMENTS), dim=1, dtype=self.values.dtype))
+        return [[part] for part in parts]
+
+
 class Reduction:
     """One group's exchange of one step, bucket by bucket, all in flight at once.
 
@@ -67,9 +88,7 @@ class Reduction:
     def __init__(self, comm: Collectives, group: FlatGroup, plan: StepPlan, partition: Partition, own: Nodes) -> None:
         self.comm, self.group, self.plan, self.partition, self.own = comm, group, plan, partition, own
         self.nodes = [roots(block, plan.num_micro) for block in plan.blocks]
-        # At least float32; a norm of float64 gradients stays float64, which torch refuses to narrow.
-        norms_dtype = torch.promote_types(group.dtype, torch.float32)
-        self.norms = torch.zeros(group.layout.num_blocks, dtype=norms_dtype, device=group.device)
+        self.norms = Norms(comm, group, partition)
         self.inboxes: list[list[list[torch.Tensor]]] = []
         self.pending: list[Pending] = []
         self.target: FlatBuffer | None = None
@@ -109,15 +128,15 @@ class Reduction:
         self.target = self.own[0][1] if self.own else self.group.buffer()
         for slot, arrival in enumerate(self.pending):
             arrival.wait()
-            shards, norms = self.partition.shards[slot], self.partition.norms[slot]
+            shards = self.partition.shards[slot]
             shard = shards[self.comm.rank]
+            out = _slice(self.target.flat, shard)
             if len(shard):
-                out, value = _slice(self.target.flat, shard), self._add_up(slot, shard)
+                value = self._add_up(slot, shard)
                 if total != 1.0 or out.data_ptr() != value.data_ptr():
                     torch.div(value, total, out=out)
-                self._measure(shard, norms[self.comm.rank])
+            parts = self.norms.measure(slot, out)
             if not self.partition.one_shot and self.comm.world_size > 1:
-                parts = [[_slice(self.norms, n)] for n in norms]
                 if share:
                     parts = [[_slice(self.target.flat, s), *part] for s, part in zip(shards, parts, strict=True)]
                 self.pending[slot] = self.comm.all_gather(parts, channel=RESULTS)
@@ -131,12 +150,6 @@ class Reduction:
                 tree.add_node(node, part)
         return tree.result()
 
-    def _measure(self, shard: range, blocks: range) -> None:
-        """Norms of the shard's blocks. Each row of the call is summed by itself, so a boundary cannot show."""
-        assert self.target is not None
-        rows = _slice(self.target.flat, shard).view(len(blocks), BLOCK_ELEMENTS)
-        _slice(self.norms, blocks).copy_(torch.linalg.vector_norm(rows, dim=1, dtype=self.norms.dtype))
-
     def result(self) -> tuple[FlatBuffer, torch.Tensor]:
         """Waits for the others' shards; returns the gradient (whole if it is shared) and its blocks' norms."""
         for arrival in self.pending:
@@ -145,7 +158,7 @@ class Reduction:
         for _, buffer in self.own[1:]:
             self.group.recycle(buffer)
         self.group.begin(self.plan.num_micro)
-        return self.target, self.norms
+        return self.target, self.norms.values
 
 
 def _slice(vector: torch.Tensor, part: range) -> torch.Tensor:

@@ -39,19 +39,23 @@ class ReplicatedStrategy(GradientStrategy):
         super().__init__(comm, optimizer, names, bucket_bytes)
         self._one_shot_bytes = one_shot_bytes
         self._pieces = Pieces(comm, optimizer, sharded=False)
+        self._padded = False
 
     def _partition(self, group: FlatGroup) -> Partition:
-        if needs_padding(self.optimizer, group.dtype):
-            self._pieces.add(group, [range(group.layout.total)])
+        self._padded = self._padded or needs_padding(self.optimizer, group.dtype)
+        if self._padded:  # all groups, or the optimizer would have to see both pieces and parameters
+            for other in self.groups:
+                if other not in self._pieces:
+                    self._pieces.add(other, [range(other.layout.total)])
         # What one-shot sends more than a reduce-scatter and an all-gather do: nothing at W = 2.
         others = self.comm.world_size - 1
         extra = group.num_bytes * others * (others - 1) // (others + 1)
         return Partition(group, self.comm, one_shot=extra < self._one_shot_bytes)
 
     def _hand_over(self, group: FlatGroup, result: FlatBuffer, present: Sequence[bool]) -> None:
-        for param, view, there in zip(group.params, result.views, present, strict=True):
-            param.grad = view if there else None
-        self._pieces.set_gradients(group, result, present)
+        for position, param in enumerate(group.params):
+            param.grad = result.views[position] if present[position] else None
+        self._pieces.set_gradients(group, lambda place: result.flat[place.start : place.stop], present)
 
     def updating(self) -> AbstractContextManager[None]:
-        return self._pieces.in_place() if self._pieces else nullcontext()
+        return self._pieces.in_place() if self._padded else nullcontext()

@@ -1,21 +1,26 @@
-"""`zero1`: every rank holds the whole model, and updates a shard of it with a shard of the optimizer's state.
+"""`zero1` and `zero2`: every rank holds the whole model, and updates a shard of it.
 
-After the reduce-scatter of the gradients each rank updates what it owns, then sends the new weights to all (ZeRO
-stage 1: Rajbhandari et al. 2020, section 5.1): the bytes of `ddp`, and 1/W of its optimizer state and update.
+After the reduce-scatter of the gradients each rank updates what it owns, then sends the new weights to all. `zero1`
+(ZeRO stage 1: Rajbhandari et al. 2020, section 5.1) moves the bytes of `ddp` and keeps 1/W of the optimizer's state;
+`zero2` (section 5.2) keeps 1/W of the gradient too, and exchanges once a micro-batch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from unisono.comm.api import Collectives
+from unisono.strategy.base import StepPlan
 from unisono.strategy.flat import BUCKET_BYTES, FlatBuffer, FlatGroup
 from unisono.strategy.gradients import GradientStrategy
+from unisono.strategy.grouped import GroupedStrategy, clip_factor
 from unisono.strategy.pieces import Pieces, is_elementwise
-from unisono.strategy.reduction import Partition
+from unisono.strategy.reduction import RESULTS, Norms, Partition
+from unisono.strategy.rounds import Rounds
 
 
 class OptimizerShardedStrategy(GradientStrategy):
@@ -42,7 +47,106 @@ class OptimizerShardedStrategy(GradientStrategy):
     def _hand_over(self, group: FlatGroup, result: FlatBuffer, present: Sequence[bool]) -> None:
         for param in group.params:
             param.grad = None
-        self._pieces.set_gradients(group, result, present)
+        self._pieces.set_gradients(group, lambda place: result.flat[place.start : place.stop], present)
+
+    def updating(self) -> AbstractContextManager[None]:
+        return self._pieces.in_place()
+
+
+class GradientShardedStrategy(GroupedStrategy):
+    """`zero2`; see the module's docstring."""
+
+    name = "zero2"
+    strided = True
+    whole_segments = True
+
+    def __init__(
+        self,
+        comm: Collectives,
+        optimizer: torch.optim.Optimizer,
+        names: dict[int, str],
+        bucket_bytes: int = BUCKET_BYTES,
+    ) -> None:
+        super().__init__(comm, optimizer, names, bucket_bytes)
+        self._pieces = Pieces(comm, optimizer, sharded=True)
+        self._rounds: list[Rounds] = []
+        self._hooks: list[RemovableHandle] = []
+
+    def _partition(self, group: FlatGroup) -> Partition:
+        partition = Partition(group, self.comm, whole=not is_elementwise(self.optimizer))
+        self._pieces.add(group, partition.own(self.comm.rank), partition)
+        return partition
+
+    def _begin_group(self, group: FlatGroup, partition: Partition, plan: StepPlan) -> None:
+        rounds = Rounds(self.comm, group, partition, self._rounds[-1] if self._rounds else None)
+        rounds.begin_step(plan)
+        self._hooks += rounds.hooks()
+        self._rounds.append(rounds)
+
+    def begin_step(self, plan: StepPlan) -> None:
+        for rounds in self._rounds:
+            rounds.begin_step(plan)
+        self.adopt_newcomers(plan)
+
+    def expect_backward(self, plan: StepPlan, leaf: int | None, scale: Callable[[], float]) -> None:
+        for rounds in self._rounds:
+            rounds.start(plan, scale, armed=True)
+
+    def add_micro_batch(self, plan: StepPlan, leaf: int | None, scale: float) -> None:
+        for rounds in self._rounds:
+            if not rounds.armed:
+                rounds.start(plan, lambda: scale, armed=False)
+        for rounds in self._rounds:
+            rounds.finish()
+
+    def skip_micro_batch(self, plan: StepPlan) -> None:
+        for rounds in self._rounds:
+            if rounds.armed:
+                rounds.finish()
+
+    def launch(self, plan: StepPlan) -> None:
+        return None  # all rounds have been exchanged
+
+    def resend(self, plan: StepPlan) -> None:
+        return None
+
+    def cancel(self, plan: StepPlan) -> None:
+        return None
+
+    @property
+    def began(self) -> bool:
+        return False
+
+    @property
+    def must_resend(self) -> bool:
+        return False
+
+    @torch.no_grad()
+    def complete(self, total: float, present: Sequence[bool], clip_norm: float | None) -> torch.Tensor:
+        found = [rounds.results() for rounds in self._rounds]
+        measured = [Norms(self.comm, rounds.group, rounds.partition) for rounds in self._rounds]
+        pending = []
+        for sums, norms in zip(found, measured, strict=True):
+            for slot, value in enumerate(sums):
+                pending.append(self.comm.all_gather(norms.measure(slot, value.div_(total)), channel=RESULTS))
+        for arrival in pending:
+            arrival.wait()
+        norm = self._whole_norm([norms.values for norms in measured])
+        start = 0
+        for sums, rounds in zip(found, self._rounds, strict=True):
+            group, shards = rounds.group, rounds.partition.own(self.comm.rank)
+            if clip_norm is not None:
+                factor = clip_factor(norm, clip_norm).to(group.device, group.dtype)
+                for value in sums:
+                    value.mul_(factor)
+
+            def part(place: range, shards: list[range] = shards, sums: list[torch.Tensor] = sums) -> torch.Tensor:
+                slot = next(slot for slot, shard in enumerate(shards) if place.start in shard)
+                return sums[slot][place.start - shards[slot].start : place.stop - shards[slot].start]
+
+            self._pieces.set_gradients(group, part, present[start : start + len(group.params)])
+            start += len(group.params)
+        return norm
 
     def updating(self) -> AbstractContextManager[None]:
         return self._pieces.in_place()

@@ -73,7 +73,7 @@ class Stepper:
         self._watch = Watch([])
         self._weight: float | None = None
         self._done = True  # whether the present micro-batch needs nothing more
-        self._next = (0, 0, 0)  # what follows the present micro-batch, if it is not the step's last
+        self._step_in_epoch = 0
         self._stepped_at_once = False  # whether optimizers were updated before the step's end
         self._ended = False  # whether a step has ended in the present micro-batch
         self._named_unprepared = False
@@ -101,7 +101,7 @@ class Stepper:
         self.settle()
         if self.stopping:
             raise Interrupted(f"stopped after step {self.step}")
-        if self._count and (epoch, micro.step, micro.index) != self._next:
+        if self._count and (epoch, micro.step, micro.index) != self._expected():
             self._on_note(f"the loop was left inside step {self.step}: its gradients are dropped")
             self._count = 0
             self._restore_buffers()
@@ -109,25 +109,25 @@ class Stepper:
             self._begin_step(micro, schedule)
         else:
             self._restore_buffers()
-        self._next = (epoch, micro.step, micro.index + 1)
         self.micro, self.epoch, self._done, self._weight, self._ended = micro, epoch, False, None, False
         self._count += 1
         self._clear()
         if schedule.full_num_micro > 1:
             self._watch.look()
         self._outcomes.values.begin_micro_batch()
-        if self._plan is not None and self._may_send_early(micro):
-            self.units[0].strategy.expect_backward(self._plan, micro.index, self._scale)
+        if self._plan is not None and len(self.units) == 1:  # so nobody else's backward can reach the gradients
+            self.units[0].strategy.expect_backward(self._plan, _leaf(micro), self._scale)
         self._seed(micro)
+
+    def _expected(self) -> tuple[int, int, int]:
+        """What follows the present micro-batch of this rank: the next of its block, or a shadow."""
+        assert self._plan is not None
+        block = self._plan.blocks[self.comm.rank]
+        return self.epoch, self._step_in_epoch, block[self._count] if self._count < len(block) else 0
 
     def _restore_buffers(self) -> None:
         if self._buffers is not None:
             self._buffers.restore()
-
-    def _may_send_early(self, micro: MicroBatch) -> bool:
-        """Where this rank has one micro-batch in the step, and nobody else's backward can reach the gradients."""
-        alone = len(self.units) == 1 and self.comm.world_size > 1
-        return alone and self._count == 1 and micro.is_last and not micro.shadow
 
     def _scale(self) -> float:
         """Relative to the micro-batch size, so that a full micro-batch has scale 1 and needs no multiplication."""
@@ -156,6 +156,7 @@ class Stepper:
 
     def _begin_step(self, micro: MicroBatch, schedule: Schedule) -> None:
         blocks = schedule.blocks(micro.step, self.comm.world_size)
+        self._step_in_epoch = micro.step
         self._plan, self._schedule = StepPlan(micro.num_micro, blocks), schedule
         self._outcomes.begin_step()
         self._buffers = self._buffers or ModelBuffers(self.comm, self._models)
@@ -232,8 +233,8 @@ class Stepper:
             unit.strategy.adopt_newcomers(self._plan)
         scale, self._weight = self._scale(), None
         unit.scales.append(scale)
-        if not micro.shadow:
-            unit.strategy.add_micro_batch(micro.index, scale)
+        if self._plan is not None:
+            unit.strategy.add_micro_batch(self._plan, _leaf(micro), scale)
         alone = len(self.units) == 1
         if (alone and micro.is_last) or schedule.full_num_micro == 1:
             self._stepped_at_once = not alone
@@ -257,6 +258,8 @@ class Stepper:
             for unit in self.units:
                 if unit.scales:
                     self._check_unit(unit, self._count)
+                if len(unit.scales) < self._count and self._plan is not None:
+                    unit.strategy.skip_micro_batch(self._plan)
             if micro.is_last:
                 if not any(unit.scales for unit in self.units):
                     check_taken(self._params(), f"step {self.step}")
@@ -304,7 +307,7 @@ class Stepper:
         if last:
             self._outcomes.values.start_copy()
         max_block = -(-schedule.full_num_micro // self.comm.world_size)
-        ending = Ending(self.step, plan, buffers, max_block, micro.shadow, self.stop_requested, last)
+        ending = Ending(self.step, plan, buffers, max_block, self.stop_requested, last)
         ranks = self._exchange.finish(units, ending)
         if last:
             self._end_step(ranks)
@@ -349,3 +352,7 @@ class Stepper:
             names, values = self._outcomes.tell_oldest()
             self._outcomes.pass_on(self.comm.gather_objects(RankStep(self.step, names, values=values)))
         check_alike(self.comm, self._models, self.step)
+
+
+def _leaf(micro: MicroBatch) -> int | None:
+    return None if micro.shadow else micro.index
