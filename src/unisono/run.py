@@ -84,6 +84,12 @@ class Run:
         return self._stepper.step
 
     @property
+    def micro_batch(self) -> int | None:
+        """The index of the present micro-batch in its step, None for a shadow and outside of the loop."""
+        micro = self._stepper.micro
+        return None if micro is None or micro.shadow else micro.index
+
+    @property
     def step_done(self) -> bool:
         """Whether the last `optimizer.step()` ended a step: true on every rank once a step.
 

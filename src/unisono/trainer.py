@@ -24,14 +24,17 @@ class Trainer:
         recipe: The whole definition.
         run: Made by `unisono.init(seed=recipe.seed, threads=recipe.threads)`.
         num_workers: Loader processes a rank. No part of the recipe: it cannot show in the weights.
+        on_step: Called after every step, on every rank.
 
     Attributes:
         model: The model, once `fit` has begun.
         sampled: What the recipe's `sample` said of the trained model, on rank 0.
     """
 
-    def __init__(self, recipe: Recipe, run: Run, *, num_workers: int = 0) -> None:
-        self.recipe, self.run, self.num_workers = recipe, run, num_workers
+    def __init__(
+        self, recipe: Recipe, run: Run, *, num_workers: int = 0, on_step: Callable[[], None] = lambda: None
+    ) -> None:
+        self.recipe, self.run, self.num_workers, self._on_step = recipe, run, num_workers, on_step
         self.sampled: str | None = None
 
     def fit(self, on_start: Callable[[int], None] = lambda num_steps: None) -> dict[str, Any]:
@@ -92,6 +95,8 @@ class Trainer:
             self.run.backward(loss, weight=weight)
             optimizer.step()
             optimizer.zero_grad()
+            if self.run.step_done:
+                self._on_step()
             if self.run.step == num_steps:
                 return
 

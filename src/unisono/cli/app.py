@@ -9,6 +9,7 @@ import typer
 
 from unisono.cli.run import run
 from unisono.cli.train import train
+from unisono.cli.verify import verify
 from unisono.errors import UnisonoError
 from unisono.launch.failure import describe, own_traceback
 
@@ -20,6 +21,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command()(train)
+app.command()(verify)
 app.command(context_settings={"allow_interspersed_args": False})(run)
 
 

@@ -34,20 +34,11 @@ def train(
     if num_workers is not None and num_workers < 0:
         raise InputError(f"--num-workers {num_workers}: it must be 0 or more")
     # Only now torch: help and slips of the keyboard should not wait for it.
+    from unisono.cli.settings import parse_settings
     from unisono.cli.training import start
     from unisono.cli.worker import RecipeJob
 
-    settings = _settings(set_ or [])
+    settings = parse_settings(set_ or [])
     how = {"nproc": nproc, "num_workers": num_workers, "strategy": strategy, "run_dir": run_dir}
     given = {name: value for name, value in how.items() if value is not None}
     start(RecipeJob(source=recipe, settings=settings, steps=steps), given, as_json=json, debug=debug)
-
-
-def _settings(pairs: list[str]) -> dict[str, str]:
-    found = {}
-    for pair in pairs:
-        key, equals, value = pair.partition("=")
-        if not equals or not key:
-            raise InputError(f"--set {pair}: write it as KEY=VALUE")
-        found[key.replace("-", "_")] = value
-    return found

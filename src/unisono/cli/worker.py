@@ -1,9 +1,10 @@
-"""What the launcher starts: `python -m unisono.cli.worker recipe JSON` or `... script FILE ARGS`."""
+"""What the launcher starts: `python -m unisono.cli.worker recipe JSON`, `... trace JSON` or `... script FILE ARGS`."""
 
 from __future__ import annotations
 
 import contextlib
 import json
+import os
 import runpy
 import sys
 from dataclasses import asdict, dataclass, field
@@ -65,6 +66,40 @@ def train_recipe(job: RecipeJob, place: Place) -> None:
             run.ledger.extra["sample"] = trainer.sampled
 
 
+def trace_recipe(said: dict[str, Any], place: Place) -> None:
+    """Trains a recipe on one rank for `unisono verify`: nothing is shown, a trace is left in a folder."""
+    import torch
+
+    from unisono.launch.session import pick_device
+    from unisono.opening import open_run
+    from unisono.trainer import Trainer
+    from unisono.verify.grid import PLAIN
+    from unisono.verify.plain import train_plain
+    from unisono.verify.trace import Trace, traced
+
+    job, folder, save_at = RecipeJob(**said["job"]), Path(said["folder"]), said["save_at"]
+    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
+        recipe = job.load().recipe
+        if job.strategy == PLAIN:
+            train_plain(recipe, pick_device(place.local_rank), folder, save_at)
+            return
+        run = open_run(place, seed=recipe.seed, threads=recipe.threads, strategy=job.strategy)
+        trace = Trace(threads=torch.get_num_threads())
+
+        def position() -> tuple[int, int] | None:
+            return None if run.micro_batch is None else (run.step, run.micro_batch)
+
+        def on_step() -> None:
+            state = run.state()
+            if run.is_main:
+                trace.step(state, folder, save_at)
+
+        with run:
+            Trainer(traced(recipe, trace, position), run, num_workers=job.num_workers, on_step=on_step).fit()
+            trace.digest = run.weights_digest()
+            trace.write(folder, run.rank)
+
+
 def _watch(run: Run, num_steps: int, terminal: Any, log: Any) -> None:
     from unisono.observe.console import ConsoleSink
 
@@ -89,6 +124,8 @@ def main() -> None:
     with reported(place):
         if kind == "recipe":
             train_recipe(RecipeJob(**json.loads(arguments[0])), place)
+        elif kind == "trace":
+            trace_recipe(json.loads(arguments[0]), place)
         else:
             _run_script(arguments, place)
 

@@ -1,0 +1,99 @@
+"""What `unisono verify` does: run the grid, show a table."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from unisono.cli.start import check_strategy
+from unisono.cli.worker import RecipeJob
+from unisono.launch.elastic import Job, launch
+from unisono.prepare import STRATEGIES
+from unisono.verify.grid import PLAIN, PLAIN_TOLERANCE, Cell, Finding, Grid
+from unisono.verify.grid import as_json as grid_as_json
+
+
+def start(job: RecipeJob, worlds: Sequence[int], strategies: str, *, as_json: bool) -> int:
+    """Verifies a recipe; returns the exit code: 0 if all agree, 1 if not.
+
+    Raises:
+        InputError: the recipe or a strategy cannot work.
+        RanksFailed: not even the reference run came to its end.
+    """
+    names = list(STRATEGIES) if strategies == "all" else strategies.split(",")
+    for name in names:
+        check_strategy(name)
+    recipe = job.load().recipe
+    command = [sys.executable, "-m", "unisono.cli.worker", "trace"]
+
+    def run_cell(cell: Cell, folder: Path, save_at: int | None) -> None:
+        said = {"job": asdict(replace(job, strategy=cell.strategy)), "folder": str(folder), "save_at": save_at}
+        launch(Job(command=[*command, json.dumps(said)], nproc=cell.nproc, threads=recipe.threads))
+
+    cells = [Cell(name, world) for name in names for world in worlds] + [Cell(PLAIN, 1)]
+    screen = Console(file=sys.stderr)
+    grid, findings = Grid(run_cell, recipe.full_num_micro), []
+    with screen.status(f"{job.source}: {len(cells)} runs of {job.steps} steps") as status:
+        for finding in grid.findings(cells):
+            findings.append(finding)
+            status.update(f"{job.source}: {len(findings)} of {len(cells)} runs done")
+    agree = all(finding.agrees for finding in findings if finding.skipped is None)
+    if as_json:
+        print(grid_as_json(grid, findings))
+    else:
+        _show(job, grid, findings, names, worlds, agree)
+    return 0 if agree else 1
+
+
+def _show(
+    job: RecipeJob, grid: Grid, findings: list[Finding], names: list[str], worlds: Sequence[int], agree: bool
+) -> None:
+    console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else 120)
+    by_cell = {finding.cell: finding for finding in findings}
+    title = f"{job.source}: weights after each of {grid.num_steps} steps, beside ddp on one process"
+    table = Table(title=title, title_justify="left")
+    table.add_column("strategy")
+    for world in worlds:
+        table.add_column(f"{world} process{'es' * (world > 1)}")
+    for name in names:
+        table.add_row(name, *(_cell(by_cell[Cell(name, world)]) for world in worlds))
+    console.print(table)
+    plain = by_cell[Cell(PLAIN, 1)]
+    console.print(f"plain PyTorch loop: {_plain(plain)}")
+    for text in dict.fromkeys(finding.cause or finding.failed for finding in findings if not finding.agrees):
+        if text:
+            console.print(f"likely cause: {text}")
+    for text in dict.fromkeys(finding.skipped for finding in findings if finding.skipped):
+        console.print(f"not run where there are more processes: {text}")
+    console.print("the same on all" if agree else "NOT the same")
+    console.print(f"weights {grid.digest}")
+
+
+def _cell(finding: Finding) -> Text:
+    if finding.skipped is not None:
+        return Text("-")
+    if finding.failed is not None:
+        return Text("failed", style="red")
+    if finding.difference is None:
+        return Text("identical", style="green")
+    there = finding.difference
+    ulps = "" if there.max_ulps is None else f", {there.max_ulps} ulp{'s' * (there.max_ulps != 1)}"
+    return Text(f"step {there.step}: {there.tensor or there.kind}{ulps}", style="red")
+
+
+def _plain(finding: Finding) -> str:
+    if finding.failed is not None:
+        return f"failed: {finding.failed}"
+    if finding.difference is None:
+        return "identical"
+    error = f"losses within {finding.max_loss_error:.1g}, relative"
+    if finding.agrees:
+        return f"{error} (bits differ from step {finding.difference.step} on: {finding.difference.kind})"
+    return f"{error}, more than {PLAIN_TOLERANCE:g}: first in step {finding.difference.step}"
