@@ -76,13 +76,13 @@ def plant(fault: str) -> None:
     if fault == "adds in another order":
         from unisono.strategy.reduction import Reduction
 
-        def backwards(self: Reduction, slot: int, shard: range) -> torch.Tensor:
+        def one_by_one(self: Reduction, slot: int, shard: range) -> torch.Tensor:
             arrived = [list(parts) for parts in self.inboxes[slot]]
             arrived[self.comm.rank] = [buffer.flat[shard.start : shard.stop] for _, buffer in self.own]
-            first, *rest = [part for parts in reversed(arrived) for part in parts]
+            first, *rest = [part for parts in arrived for part in parts]
             return sum(rest, first.clone())
 
-        Reduction._add_up = backwards  # type: ignore[method-assign]
+        Reduction._add_up = one_by_one  # type: ignore[method-assign]
 
 
 def verify(folder: Path, fault: str, cells: list[Cell]) -> tuple[Grid, dict[Cell, Finding]]:
