@@ -80,6 +80,7 @@ class FlatGroup:
         self.write(target, range(len(self.params)), scale, onto=neighbour is not None)
         self.take(leaf, target)
 
+    @torch.no_grad()
     def write(self, target: FlatBuffer, positions: Iterable[int], scale: float, onto: bool = False) -> None:
         """Copies the gradients of some parameters into `target`, or adds them onto what it holds."""
         there_views, there_grads = [], []

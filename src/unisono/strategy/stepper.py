@@ -67,7 +67,7 @@ class Stepper:
         self._outcomes = Outcomes(device, int(device.type != "cpu") if lag is None else lag, on_step)
         self._exchange = Exchange(comm, device, self.units, self._outcomes, seed=seed, timer=timer, on_note=on_note)
         self._models: list[nn.Module] = []
-        self._buffers: ModelBuffers | None = None
+        self._buffers = ModelBuffers(comm, [])
         self._schedule: Schedule | None = None
         self._plan: StepPlan | None = None
         self._watch = Watch([])
@@ -87,7 +87,7 @@ class Stepper:
         """Takes in a model whose buffers are to be kept the same."""
         if not any(model is known for known in self._models):
             self._models.append(model)
-            self._buffers, self._watch = None, Watch(self._models)
+            self._buffers, self._watch = ModelBuffers(self.comm, self._models), Watch(self._models)
 
     def begin(self, epoch: int, micro: MicroBatch, schedule: Schedule) -> None:
         """Starts a micro-batch: gradients cleared, buffers at the step's values, generators seeded.
@@ -104,11 +104,11 @@ class Stepper:
         if self._count and (epoch, micro.step, micro.index) != self._expected():
             self._on_note(f"the loop was left inside step {self.step}: its gradients are dropped")
             self._count = 0
-            self._restore_buffers()
+            self._buffers.restore()
         if self._count == 0:
             self._begin_step(micro, schedule)
         else:
-            self._restore_buffers()
+            self._buffers.restore()
         self.micro, self.epoch, self._done, self._weight, self._ended = micro, epoch, False, None, False
         self._count += 1
         self._clear()
@@ -124,10 +124,6 @@ class Stepper:
         assert self._plan is not None
         block = self._plan.blocks[self.comm.rank]
         return self.epoch, self._step_in_epoch, block[self._count] if self._count < len(block) else 0
-
-    def _restore_buffers(self) -> None:
-        if self._buffers is not None:
-            self._buffers.restore()
 
     def _scale(self) -> float:
         """Relative to the micro-batch size, so that a full micro-batch has scale 1 and needs no multiplication."""
@@ -159,7 +155,6 @@ class Stepper:
         self._step_in_epoch = micro.step
         self._plan, self._schedule = StepPlan(micro.num_micro, blocks), schedule
         self._outcomes.begin_step()
-        self._buffers = self._buffers or ModelBuffers(self.comm, self._models)
         self._buffers.begin_step()
         self._stepped_at_once = False
         self._exchange.begin_step()
@@ -265,7 +260,7 @@ class Stepper:
                     check_taken(self._params(), f"step {self.step}")
                 at_once = self._schedule is not None and self._schedule.full_num_micro == 1
                 self._finish([] if at_once else [unit for unit in self.units if unit.scales], last=True)
-            elif not micro.shadow and self._buffers is not None:
+            elif not micro.shadow:
                 self._buffers.end_micro_batch(micro.index, micro.num_micro)
         finally:
             self.micro, self._done = None, True
@@ -300,7 +295,7 @@ class Stepper:
     def _finish(self, units: Sequence[Unit], *, last: bool) -> None:
         """Collective: reduces and updates `units`; `last` also ends the step."""
         micro, plan, schedule, buffers = self.micro, self._plan, self._schedule, self._buffers
-        assert micro is not None and plan is not None and schedule is not None and buffers is not None
+        assert micro is not None and plan is not None and schedule is not None
         self.timer.enter("reduce")
         if last and not micro.shadow:
             buffers.end_micro_batch(micro.index, micro.num_micro)
