@@ -64,8 +64,11 @@ def cnn() -> nn.Module:
 
 
 def mlp(width: int, depth: int) -> Callable[[], nn.Module]:
-    layers = [nn.Sequential(nn.Linear(width, width), nn.ReLU()) for _ in range(depth)]
-    return lambda: nn.Sequential(*layers, nn.Linear(width, 10))
+    def make() -> nn.Module:
+        layers = [nn.Sequential(nn.Linear(width, width), nn.ReLU()) for _ in range(depth)]
+        return nn.Sequential(*layers, nn.Linear(width, 10))
+
+    return make
 
 
 def images(n: int, size: int) -> Callable[[], TensorDataset]:

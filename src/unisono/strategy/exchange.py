@@ -16,6 +16,7 @@ from unisono.strategy.base import StepPlan
 from unisono.strategy.buffers import ModelBuffers
 from unisono.strategy.extras import ExtrasExchange, RankStep
 from unisono.strategy.outcomes import Outcomes
+from unisono.strategy.pieces import may_draw
 from unisono.strategy.unit import Unit
 
 
@@ -178,12 +179,13 @@ class Exchange:
     def _update(self, unit: Unit, ranks: Sequence[RankStep], step: int) -> None:
         self._timer.enter("optimizer")
         # What an optimizer draws, and the loop after it, is alike on all ranks, whatever they drew before.
-        seed_all(derive_seed(self._seed, "update", step, self._number(unit)), self._device)
+        seed = derive_seed(self._seed, "update", step, self._number(unit))
+        seed_all(seed, self._device)
         if self._total(unit, ranks) > 0:
             with unit.strategy.updating():
                 unit.update()
-            # Sharded, the ranks' optimizers may have drawn unlike.
-            seed_all(derive_seed(self._seed, "updated", step, self._number(unit)), self._device)
+            if may_draw(unit.strategy.optimizer):  # and where updates are sharded, not alike
+                seed_all(seed, self._device)
         for schedule in unit.schedules:
             schedule()
         self._timer.enter("reduce")

@@ -64,10 +64,11 @@ class GroupedStrategy(Strategy):
         return [param for group in self.optimizer.param_groups for param in group["params"]]
 
     def _whole_norm(self, norms: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Adds the blocks' squares in the optimizer's order, in which no grouping can show."""
+        """The norm of the blocks' norms, in the optimizer's order of parameters: no grouping can show in it."""
         if not norms:
             return torch.zeros((), dtype=torch.float64)
-        squares = torch.cat([part.to(norms[0].device, torch.float64).square() for part in norms])
+        device = norms[0].device
+        values = torch.cat([part.to(device) for part in norms]) if len(norms) > 1 else norms[0]
         if self._norm_order is None:
             blocks, start = {}, 0
             for group in self.groups:
@@ -76,8 +77,9 @@ class GroupedStrategy(Strategy):
                     blocks[id(param)] = range(start + part.start, start + part.stop)
                 start += group.layout.num_blocks
             order = [block for param in self._params() for block in blocks.get(id(param), ())]
-            self._norm_order = torch.tensor(order, dtype=torch.long, device=squares.device)
-        return squares[self._norm_order].sum().sqrt()
+            self._norm_order = torch.tensor(order, dtype=torch.long, device=device)
+        norm: torch.Tensor = torch.linalg.vector_norm(values.index_select(0, self._norm_order).double())
+        return norm
 
     def presence(self) -> list[bool]:
         return [there for group in self.groups for there in group.present]

@@ -42,6 +42,12 @@ def is_elementwise(optimizer: optim.Optimizer) -> bool:
     return type(optimizer) in _ELEMENTWISE
 
 
+def may_draw(optimizer: optim.Optimizer) -> bool:
+    """Whether an update may draw random numbers: torch's own do not, their hooks and other classes might."""
+    hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
+    return bool(hooks) or not is_elementwise(optimizer)
+
+
 def needs_padding(optimizer: optim.Optimizer, dtype: torch.dtype) -> bool:
     """Whether the last elements of a tensor may be rounded otherwise than the same values inside of it.
 
