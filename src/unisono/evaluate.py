@@ -97,15 +97,19 @@ class EvalPlan:
         micro_batch: Samples of one forward; never a function of the world size.
         seed: Of the generators before each micro-batch and sample.
         options: How samples become batches.
+        lockstep: Whether a forward is collective, so that every rank makes as many.
     """
 
     dataset: Any
     micro_batch: int
     seed: int
     options: LoaderOptions
+    lockstep: bool = False
 
     @classmethod
-    def of(cls, data: Any, default_micro_batch: int | None, seed: int, given: Mapping[str, Any]) -> EvalPlan:
+    def of(
+        cls, data: Any, default_micro_batch: int | None, seed: int, given: Mapping[str, Any], lockstep: bool = False
+    ) -> EvalPlan:
         """Reads a dataset or a `DataLoader`, and `micro_batch`, `collate` and `num_workers` where they are given.
 
         Raises:
@@ -126,14 +130,14 @@ class EvalPlan:
         )
         size = check_dataset(data, "the evaluation dataset")
         micro_batch = require_positive_int(given.get("micro_batch") or micro_batch, "micro_batch", "evaluation")
-        return cls(data, min(micro_batch, size), seed, options)
+        return cls(data, min(micro_batch, size), seed, options, lockstep)
 
     def own_micro_batches(self, session: Session) -> Iterator[tuple[MicroBatch, Any]]:
-        """Yields (micro-batch, batch) of this rank's part of the dataset, in dataset order."""
+        """Yields (micro-batch, batch) of this rank's part of the dataset; shadows too if in lockstep."""
         size, place = len(self.dataset), (session.place.rank, session.place.world_size)
         loader = MicroBatchLoader(
             self.dataset,
-            Schedule(num_samples=size, global_batch=size, micro_batch=self.micro_batch),
+            Schedule(num_samples=size, global_batch=size, micro_batch=self.micro_batch, strided=self.lockstep),
             place=place,
             seed=derive_seed(self.seed, "eval"),
             device=session.device,
@@ -141,7 +145,7 @@ class EvalPlan:
         )
         for micro, batch in zip(loader.micro_batches(), loader, strict=True):
             seed_all(derive_seed(self.seed, "eval", micro.index), session.device)
-            if not micro.shadow:
+            if self.lockstep or not micro.shadow:
                 yield micro, batch
 
 
@@ -163,12 +167,13 @@ def evaluate(session: Session, model: nn.Module, metric: Metric, plan: EvalPlan)
     with preserved(session.device), evaluating(model) as restore:
         for micro, batch in plan.own_micro_batches(session):
             restore()
-            own.append((micro.index, _pairs(metric(model, batch), micro.num_samples)))
-    found = sorted((item for part in session.comm.gather_objects(own) for item in part), key=lambda item: item[0])
-    names = dict.fromkeys(name for _, pairs in found for name in pairs)
+            found = _pairs(metric(model, batch), micro.num_samples)
+            own += [] if micro.shadow else [(micro.index, found)]
+    everyone = sorted((item for part in session.comm.gather_objects(own) for item in part), key=lambda item: item[0])
+    names = dict.fromkeys(name for _, pairs in everyone for name in pairs)
     totals = {}
     for name in names:
-        there = [pairs[name] for _, pairs in found if name in pairs]
+        there = [pairs[name] for _, pairs in everyone if name in pairs]
         count = exact_sum(count for _, count in there)
         totals[name] = exact_sum(total for total, _ in there) / count if count else math.nan
     return totals
@@ -208,7 +213,8 @@ def predict(session: Session, model: nn.Module, function: Callable[[nn.Module, A
         for micro, batch in plan.own_micro_batches(session):
             restore()
             found = _results(function(model, batch), micro.num_samples)
-            own.append((micro.index, map_tensors(lambda tensor: tensor.detach().cpu(), found)))
+            if not micro.shadow:
+                own.append((micro.index, map_tensors(lambda tensor: tensor.detach().cpu(), found)))
     parts = sorted((item for part in session.comm.gather_objects(own) for item in part), key=lambda item: item[0])
     results = [result for _, result in parts]
     if all(isinstance(result, torch.Tensor) for result in results):

@@ -22,6 +22,7 @@ from unisono.launch.session import Session
 from unisono.observe.timer import PhaseTimer
 from unisono.recipe import check_clip_norm, check_micro_batch
 from unisono.strategy.base import Strategy
+from unisono.strategy.fully_sharded import FullyShardedStrategy
 from unisono.strategy.replicated import ReplicatedStrategy
 from unisono.strategy.sharded import GradientShardedStrategy, OptimizerShardedStrategy
 from unisono.strategy.stepper import Stepper
@@ -31,6 +32,7 @@ STRATEGIES: Mapping[str, type[Strategy]] = {
     "ddp": ReplicatedStrategy,
     "zero1": OptimizerShardedStrategy,
     "zero2": GradientShardedStrategy,
+    "zero3": FullyShardedStrategy,
 }
 LOADING = ("global_batch", "micro_batch", "collate", "shuffle", "num_workers", "drop_last")
 
@@ -117,6 +119,7 @@ class Preparation:
             )
         self._session.comm.broadcast([param.detach() for param in own])
         strategy = self._factory(self._session.comm, optimizer, names)
+        strategy.attach(list(self.models.values()))
         unit = Unit(strategy, optimizer.step, clip_norm=clip_norm)
         if schedule is not None:
             unit.schedules.append(schedule.step)

@@ -276,7 +276,7 @@ class Run:
         """
         started = time.perf_counter()
         self._settle_before_reading()
-        plan = EvalPlan.of(data, self._prepared.micro_batch, self.seed, options)
+        plan = EvalPlan.of(data, self._prepared.micro_batch, self.seed, options, self._stepper.shards_weights)
         with self.timer.paused():
             found = evaluate(self._session, model, metric, plan)
         seconds = time.perf_counter() - started
@@ -292,7 +292,7 @@ class Run:
         Collective: every rank calls it.
         """
         self._settle_before_reading()
-        plan = EvalPlan.of(data, self._prepared.micro_batch, self.seed, options)
+        plan = EvalPlan.of(data, self._prepared.micro_batch, self.seed, options, self._stepper.shards_weights)
         return predict(self._session, model, function, plan)
 
     def _settle_before_reading(self) -> None:
@@ -301,11 +301,26 @@ class Run:
             self._stepper.settle()
 
     def state(self) -> dict[str, torch.Tensor]:
-        """Returns the full model state by name; with several models, names start with the model's."""
+        """Returns the full model state by name; with several models, names start with the model's.
+
+        Collective under zero3: every rank calls it.
+        """
         self._settle_before_reading()
-        if len(self._prepared.models) == 1:
-            return full_state(next(iter(self._prepared.models.values())))
-        return {f"{name}.{k}": v for name, model in self._prepared.models.items() for k, v in full_state(model).items()}
+        with self.whole():
+            models = self._prepared.models
+            prefixes = {name: f"{name}." if len(models) > 1 else "" for name in models}
+            state = {prefixes[name] + k: v for name, model in models.items() for k, v in full_state(model).items()}
+            # What is on loan goes back.
+            return {name: value.clone() for name, value in state.items()} if self._stepper.shards_weights else state
+
+    @contextlib.contextmanager
+    def whole(self) -> Iterator[None]:
+        """Inside, every rank has all weights: for what runs on one rank only, or looks at parameters.
+
+        Collective under zero3, where each rank holds a part; under the other strategies there is nothing to do.
+        """
+        with self._stepper.whole():
+            yield
 
     def weights_digest(self) -> str:
         """Returns the digest of `state()`: equal on every rank, and for every number of ranks."""
@@ -342,8 +357,10 @@ class Run:
                 self._stepper.abandon()
             else:
                 self.flush()
-            if self.run_dir is not None and self.is_main:
-                write_json(self.run_dir / "summary.json", {**self.summary(), "finished": not failed})
+            if self.run_dir is not None and not (failed and self._stepper.shards_weights):
+                summary = self.summary() if self.is_main or self._stepper.shards_weights else {}
+                if self.is_main:
+                    write_json(self.run_dir / "summary.json", {**summary, "finished": not failed})
         finally:
             self.ledger.close()
             self._session.close(failed, wait)

@@ -116,9 +116,15 @@ class Trainer:
             self.run.evaluate(self.model, dataset, self.recipe.metrics, collate=self.recipe.collate)
 
     def _sample(self) -> None:
-        if self.recipe.sample is not None and self.run.is_main:
+        if self.recipe.sample is None:
+            return
+        with self.run.whole():
+            self._sample_here(self.recipe.sample)
+
+    def _sample_here(self, sample: Callable[[torch.nn.Module], str]) -> None:
+        if self.run.is_main:
             with preserved(self.run.device), evaluating(self.model):
-                self.sampled = self.recipe.sample(self.model)
+                self.sampled = sample(self.model)
 
     @contextlib.contextmanager
     def _stoppable(self) -> Iterator[None]:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
+from torch import nn
 
 from unisono.comm.api import Collectives
 
@@ -42,9 +43,19 @@ class Strategy(ABC):
     name: ClassVar[str]
     strided: ClassVar[bool] = False
     """Whether micro-batches are dealt out in rounds; see `Schedule`."""
+    shards_weights: ClassVar[bool] = False
+    """Whether a forward is collective, and parameters are whole only inside of it and of `whole`."""
 
     def __init__(self, comm: Collectives, optimizer: torch.optim.Optimizer, names: dict[int, str]) -> None:
         self.comm, self.optimizer, self.names = comm, optimizer, names
+
+    def attach(self, models: Sequence[nn.Module]) -> None:
+        """Told of the models, before the first step."""
+        return None
+
+    def whole(self) -> AbstractContextManager[None]:
+        """Collective: inside, every rank has all weights, to read and (all alike) to write."""
+        return nullcontext()
 
     @abstractmethod
     def begin_step(self, plan: StepPlan) -> None:

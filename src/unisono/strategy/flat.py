@@ -52,6 +52,8 @@ class FlatGroup:
         whole_segments: bool = False,
     ) -> None:
         self.number, self.params = number, [param for _, param in named]
+        # Shapes and strides, which outlive a parameter's data where weights are sharded.
+        self.templates = [torch.empty_strided(p.shape, p.stride(), dtype=p.dtype, device="meta") for p in self.params]
         first = self.params[0]
         itemsize = first.element_size()
         self.layout = FlatLayout.of([(name, param.numel()) for name, param in named])
@@ -128,7 +130,7 @@ class FlatGroup:
     def buffer_of(self, bucket: range) -> FlatBuffer:
         """Returns new memory for the whole segments in `bucket`."""
         flat = torch.zeros(len(bucket), dtype=self.dtype, device=self.device)
-        places = enumerate(zip(self.layout.segments, self.params, strict=True))
+        places = enumerate(zip(self.layout.segments, self.templates, strict=True))
         inside = [(k, s, p) for k, (s, p) in places if bucket.start <= s.offset and s.stop <= bucket.stop]
         return FlatBuffer(flat, {k: view_of(flat, s, p, s.offset - bucket.start) for k, s, p in inside})
 
@@ -149,11 +151,11 @@ class FlatGroup:
         return self._inboxes[slot][:numel]
 
 
-def view_of(flat: torch.Tensor, segment: Segment, param: torch.Tensor, offset: int) -> torch.Tensor:
-    """A view of `flat` in the parameter's shape.
+def view_of(flat: torch.Tensor, segment: Segment, like: torch.Tensor, offset: int) -> torch.Tensor:
+    """A view of `flat` in the shape of `like`.
 
     In its own strides where they are dense: copies stay linear, and a fused update is right.
     """
-    if torch.ops.aten.is_non_overlapping_and_dense.default(param):
-        return flat.as_strided(param.shape, param.stride(), flat.storage_offset() + offset)
-    return flat[offset : offset + segment.numel].view(param.shape)
+    if torch.ops.aten.is_non_overlapping_and_dense.default(like):
+        return flat.as_strided(like.shape, like.stride(), flat.storage_offset() + offset)
+    return flat[offset : offset + segment.numel].view(like.shape)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
@@ -49,16 +49,20 @@ class GroupedStrategy(Strategy):
         """Prepares the exchange of a new group, in a step that has begun."""
 
     def adopt_newcomers(self, plan: StepPlan) -> None:
-        kinds: dict[tuple[torch.dtype, torch.device], list[tuple[str, torch.Tensor]]] = defaultdict(list)
+        kinds: dict[tuple[Any, ...], list[tuple[str, torch.Tensor]]] = defaultdict(list)
         for number, param in reversed(list(enumerate(self._params()))):
             if id(param) not in self._members and (param.requires_grad or param.grad is not None):
                 self._members.add(id(param))
-                kinds[param.dtype, param.device].append((self.names.get(id(param), f"parameter {number}"), param))
-        for named in kinds.values():
+                kinds[self._kind(param)].append((self.names.get(id(param), f"parameter {number}"), param))
+        for _, named in sorted(kinds.items(), key=lambda item: item[0][0]):
             group = FlatGroup(named, self._bucket_bytes, len(self.groups), self.whole_segments)
             self.groups.append(group)
             self._norm_order = None
             self._begin_group(group, self._partition(group), plan)
+
+    def _kind(self, param: torch.Tensor) -> tuple[Any, ...]:
+        """Returns what the parameters of a group have in common; the first entry orders the groups."""
+        return 0, param.dtype, param.device
 
     def _params(self) -> list[torch.Tensor]:
         return [param for group in self.optimizer.param_groups for param in group["params"]]

@@ -16,9 +16,8 @@ import torch
 from torch import nn, optim
 
 from unisono.comm.api import Collectives
-from unisono.numerics.layout import Segment
 from unisono.strategy.flat import FlatGroup, view_of
-from unisono.strategy.reduction import RESULTS, Partition
+from unisono.strategy.weights import FlatWeights, joined
 
 # Each element's update depends on that element alone. Others (Muon, Adafactor, LAMB, any class that is not torch's
 # own) look at a whole parameter; a subclass may do anything.
@@ -62,39 +61,21 @@ class _Piece:
     """A rank's part of one parameter.
 
     Attributes:
-        tensor: What the optimizer sees: a view of the flat weights, or the parameter itself.
+        tensor: What the optimizer sees: a part of the flat weights.
         place: Its range in the flat vector.
     """
 
-    def __init__(self, param: torch.Tensor, segment: Segment, flat: torch.Tensor, place: range, whole: bool) -> None:
-        self.param, self.segment, self.place = param, segment, place
-        self.whole = whole or param.dim() == 0  # whose state could not be told from a count of steps
-        self.tensor = param if self.whole else nn.Parameter(flat[place.start : place.stop], param.requires_grad)
+    def __init__(self, weights: FlatWeights, position: int, place: range, whole: bool) -> None:
+        self.param = weights.group.params[position]
+        self.segment, self.template = weights.group.layout.segments[position], weights.group.templates[position]
+        self.place = place
+        self.whole = whole or self.param.dim() == 0  # whose state could not be told from a count of steps
+        self.tensor = nn.Parameter(self.view(weights.part(place)), self.param.requires_grad)
+        self.tensor.__dict__.update(self.param.__dict__)  # marks that the user's code may look for
 
-
-class _FlatWeights:
-    """The weights of one group in one vector, and this rank's pieces of it."""
-
-    def __init__(self, group: FlatGroup, own: Sequence[range], partition: Partition | None, whole: bool) -> None:
-        self.group, self.partition = group, partition
-        self.flat = torch.zeros(group.layout.total, dtype=group.dtype, device=group.device)
-        self.pieces: list[_Piece] = []
-        for param, segment in zip(group.params, group.layout.segments, strict=True):
-            view = view_of(self.flat, segment, param, segment.offset)
-            view.copy_(param.detach())
-            param.data = view
-            parts = _joined([range(max(s.start, segment.offset), min(s.stop, segment.stop)) for s in own])
-            self.pieces += [_Piece(param, segment, self.flat, part, whole) for part in parts]
-
-
-def _joined(parts: Sequence[range]) -> list[range]:
-    """Leaves out the empty ones and joins neighbours: a shard may go on in the next bucket."""
-    joined: list[range] = []
-    for part in filter(None, parts):
-        if joined and joined[-1].stop == part.start:
-            part = range(joined.pop().start, part.stop)
-        joined.append(part)
-    return joined
+    def view(self, flat: torch.Tensor) -> torch.Tensor:
+        """Returns `flat`, of the piece's range, as the optimizer is to see it."""
+        return view_of(flat, self.segment, self.template, 0) if self.whole else flat
 
 
 class Pieces:
@@ -109,22 +90,25 @@ class Pieces:
     def __init__(self, comm: Collectives, optimizer: optim.Optimizer, *, sharded: bool) -> None:
         self.comm, self.optimizer, self.sharded = comm, optimizer, sharded
         self._whole = not is_elementwise(optimizer)
-        self._weights: list[_FlatWeights] = []
+        self._weights: list[tuple[FlatWeights, list[_Piece]]] = []
         self._of: dict[int, list[_Piece]] = defaultdict(list)
         self._state: defaultdict[torch.Tensor, Any] = defaultdict(dict)
 
     def __contains__(self, group: FlatGroup) -> bool:
-        return any(weights.group is group for weights in self._weights)
+        return any(weights.group is group for weights, _ in self._weights)
 
     @torch.no_grad()
-    def add(self, group: FlatGroup, own: Sequence[range], partition: Partition | None = None) -> None:
-        """Moves a group's parameters into one flat vector, of which `own` is this rank's to update."""
+    def add(self, weights: FlatWeights) -> None:
+        """Takes in a group's weights, of which this rank updates its shards."""
         if not self._weights:
             self._plain_state_dict = self.optimizer.state_dict
             self.optimizer.state_dict = self._full_state_dict  # type: ignore[method-assign]
-        weights = _FlatWeights(group, own, partition, self._whole)
-        self._weights.append(weights)
-        for piece in weights.pieces:
+        pieces = []
+        for position, segment in enumerate(weights.group.layout.segments):
+            inside = [range(max(s.start, segment.offset), min(s.stop, segment.stop)) for s in weights.own]
+            pieces += [_Piece(weights, position, place, self._whole) for place in joined(inside)]
+        self._weights.append((weights, pieces))
+        for piece in pieces:
             self._of[id(piece.param)].append(piece)
 
     def set_gradients(
@@ -136,11 +120,8 @@ class Pieces:
             gradient: Returns the gradient of a range of the flat vector.
         """
         there = {id(param): found for param, found in zip(group.params, present, strict=True)}
-        for piece in next((weights.pieces for weights in self._weights if weights.group is group), ()):
-            piece.tensor.grad = None
-            if there[id(piece.param)]:
-                found = gradient(piece.place)
-                piece.tensor.grad = view_of(found, piece.segment, piece.param, 0) if piece.whole else found
+        for piece in next((pieces for weights, pieces in self._weights if weights.group is group), ()):
+            piece.tensor.grad = piece.view(gradient(piece.place)) if there[id(piece.param)] else None
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
@@ -149,8 +130,7 @@ class Pieces:
         params = [group["params"] for group in optimizer.param_groups]
         hooks, state = optimizer._optimizer_step_post_hooks, optimizer.state
         self._take_over(state)
-        if not self._whole:
-            optimizer.state = self._state
+        optimizer.state = self._state
         if self.sharded:  # they may look at the weights, which are whole only when the ranks have told each other
             optimizer._optimizer_step_post_hooks = OrderedDict()
         for group, own in zip(optimizer.param_groups, params, strict=True):
@@ -167,31 +147,26 @@ class Pieces:
                 hook(optimizer, (), {})
 
     def _share(self) -> None:
-        pending = []
-        for weights in self._weights:
-            if weights.partition is not None and self.comm.world_size > 1:
-                for shards in weights.partition.shards:
-                    parts = [[weights.flat[shard.start : shard.stop]] for shard in shards]
-                    pending.append(self.comm.all_gather(parts, channel=RESULTS))
-            for piece in weights.pieces:
+        arrivals = [arrival for weights, _ in self._weights for arrival in weights.share()]
+        for _, pieces in self._weights:
+            for piece in pieces:
                 piece.tensor.grad = None
-        for arrival in pending:
+        for arrival in arrivals:
             arrival.wait()
         # The parameters were written to through other tensors; a graph that saved them must not be used again.
-        torch.autograd.graph.increment_version([p for weights in self._weights for p in weights.group.params])
+        torch.autograd.graph.increment_version([p for weights, _ in self._weights for p in weights.group.params])
 
     # The optimizer's state
 
     @torch.no_grad()
     def _take_over(self, state: dict[torch.Tensor, Any]) -> None:
         """Takes what the user's optimizer has, made before or loaded since, and keeps this rank's part of it."""
-        managed = {id(param) for weights in self._weights for param in weights.group.params}
+        if not state:
+            return
+        managed = {id(param) for weights, _ in self._weights for param in weights.group.params}
         for param in [param for param in state if id(param) in managed]:
-            pieces = self._of.get(id(param), ())
-            if self._whole and pieces:
-                continue
             found = state.pop(param)
-            for piece in pieces:
+            for piece in self._of.get(id(param), ()):
                 self._state[piece.tensor] = {key: _cut(value, piece) for key, value in found.items()}
 
     def _full_state_dict(self) -> dict[str, Any]:
@@ -199,8 +174,8 @@ class Pieces:
         optimizer, state = self.optimizer, self.optimizer.state
         self._take_over(state)
         full: defaultdict[torch.Tensor, Any] = defaultdict(dict, state)
-        for weights in self._weights:
-            full.update(self._assembled(weights))
+        for weights, pieces in self._weights:
+            full.update(self._assembled(weights.group, pieces))
         optimizer.state = full
         try:
             return self._plain_state_dict()
@@ -208,26 +183,29 @@ class Pieces:
             optimizer.state = state
 
     @torch.no_grad()
-    def _assembled(self, weights: _FlatWeights) -> dict[torch.Tensor, Any]:
-        position = {id(param): number for number, param in enumerate(weights.group.params)}
-        state = self.optimizer.state if self._whole else self._state
+    def _assembled(self, group: FlatGroup, pieces: Sequence[_Piece]) -> dict[torch.Tensor, Any]:
+        position = {id(param): number for number, param in enumerate(group.params)}
         own = [
-            (position[id(piece.param)], piece.place, {key: _host(value) for key, value in state[piece.tensor].items()})
-            for piece in weights.pieces
-            if piece.tensor in state
+            (
+                position[id(piece.param)],
+                piece.place,
+                {k: _host(value) for k, value in self._state[piece.tensor].items()},
+            )
+            for piece in pieces
+            if piece.tensor in self._state
         ]
         everyone = self.comm.gather_objects(own) if self.sharded else [own]
         found: dict[torch.Tensor, Any] = {}
         for number, place, values in (item for part in everyone for item in part):
-            param, segment = weights.group.params[number], weights.group.layout.segments[number]
-            target = found.setdefault(param, {})
+            segment, target = group.layout.segments[number], found.setdefault(group.params[number], {})
             for key, value in values.items():
                 if self._whole or not _is_cut(value, place):
-                    target[key] = value.to(param.device) if isinstance(value, torch.Tensor) and value.dim() else value
+                    moves = isinstance(value, torch.Tensor) and value.dim() > 0
+                    target[key] = value.to(group.device) if moves else value
                     continue
                 if key not in target:
-                    flat = torch.zeros(segment.padded, dtype=value.dtype, device=param.device)
-                    target[key] = view_of(flat, segment, param, 0)
+                    flat = torch.zeros(segment.padded, dtype=value.dtype, device=group.device)
+                    target[key] = view_of(flat, segment, group.templates[number], 0)
                 base = target[key].as_strided((segment.padded,), (1,), 0)
                 base[place.start - segment.offset : place.stop - segment.offset].copy_(value)
         return found
@@ -245,9 +223,9 @@ def _cut(value: Any, piece: _Piece) -> Any:
     """A piece's part of a state value: tensors in the parameter's shape are laid out as it is and cut."""
     if not isinstance(value, torch.Tensor):
         return value
-    if piece.whole or value.shape != piece.param.shape:
+    if piece.whole or value.shape != piece.template.shape:
         return value.clone()
     flat = torch.zeros(piece.segment.padded, dtype=value.dtype, device=value.device)
-    view_of(flat, piece.segment, piece.param, 0).copy_(value)
+    view_of(flat, piece.segment, piece.template, 0).copy_(value)
     offset = piece.segment.offset
     return flat[piece.place.start - offset : piece.place.stop - offset].clone()

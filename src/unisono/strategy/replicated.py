@@ -16,6 +16,7 @@ from unisono.strategy.flat import BUCKET_BYTES, ONE_SHOT_BYTES, FlatBuffer, Flat
 from unisono.strategy.gradients import GradientStrategy
 from unisono.strategy.pieces import Pieces, needs_padding
 from unisono.strategy.reduction import Partition
+from unisono.strategy.weights import FlatWeights
 
 
 class ReplicatedStrategy(GradientStrategy):
@@ -46,7 +47,7 @@ class ReplicatedStrategy(GradientStrategy):
         if self._padded:  # all groups, or the optimizer would have to see both pieces and parameters
             for other in self.groups:
                 if other not in self._pieces:
-                    self._pieces.add(other, [range(other.layout.total)])
+                    self._pieces.add(FlatWeights(self.comm, other))
         # What one-shot sends more than a reduce-scatter and an all-gather do: nothing at W = 2.
         others = self.comm.world_size - 1
         extra = group.num_bytes * others * (others - 1) // (others + 1)

@@ -21,6 +21,7 @@ from unisono.strategy.grouped import GroupedStrategy, clip_factor
 from unisono.strategy.pieces import Pieces, is_elementwise
 from unisono.strategy.reduction import RESULTS, Norms, Partition
 from unisono.strategy.rounds import Rounds
+from unisono.strategy.weights import FlatWeights
 
 
 class OptimizerShardedStrategy(GradientStrategy):
@@ -41,7 +42,7 @@ class OptimizerShardedStrategy(GradientStrategy):
 
     def _partition(self, group: FlatGroup) -> Partition:
         partition = Partition(group, self.comm, whole=not is_elementwise(self.optimizer))
-        self._pieces.add(group, partition.own(self.comm.rank), partition)
+        self._pieces.add(FlatWeights(self.comm, group, partition))
         return partition
 
     def _hand_over(self, group: FlatGroup, result: FlatBuffer, present: Sequence[bool]) -> None:
@@ -73,9 +74,13 @@ class GradientShardedStrategy(GroupedStrategy):
         self._hooks: list[RemovableHandle] = []
 
     def _partition(self, group: FlatGroup) -> Partition:
-        partition = Partition(group, self.comm, whole=not is_elementwise(self.optimizer))
-        self._pieces.add(group, partition.own(self.comm.rank), partition)
-        return partition
+        weights = self._weights_of(group)
+        self._pieces.add(weights)
+        assert weights.partition is not None
+        return weights.partition
+
+    def _weights_of(self, group: FlatGroup) -> FlatWeights:
+        return FlatWeights(self.comm, group, Partition(group, self.comm, whole=not is_elementwise(self.optimizer)))
 
     def _begin_group(self, group: FlatGroup, partition: Partition, plan: StepPlan) -> None:
         rounds = Rounds(self.comm, group, partition, self._rounds[-1] if self._rounds else None)

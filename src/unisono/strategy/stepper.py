@@ -11,7 +11,8 @@ as in plain PyTorch.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -112,12 +113,29 @@ class Stepper:
         self.micro, self.epoch, self._done, self._weight, self._ended = micro, epoch, False, None, False
         self._count += 1
         self._clear()
-        if schedule.full_num_micro > 1:
+        if self._watches(schedule):
             self._watch.look()
         self._outcomes.values.begin_micro_batch()
         if self._plan is not None and len(self.units) == 1:  # so nobody else's backward can reach the gradients
             self.units[0].strategy.expect_backward(self._plan, _leaf(micro), self._scale)
         self._seed(micro)
+
+    def _watches(self, schedule: Schedule) -> bool:
+        """Whether weights must stay until the update; where they are sharded, writing to them is an error anyway."""
+        return schedule.full_num_micro > 1 and not self.shards_weights
+
+    @property
+    def shards_weights(self) -> bool:
+        """Whether a forward is collective."""
+        return any(unit.strategy.shards_weights for unit in self.units) and self.comm.world_size > 1
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """Collective: inside, every rank has all weights."""
+        with ExitStack() as stack:
+            for unit in self.units:
+                stack.enter_context(unit.strategy.whole())
+            yield
 
     def _expected(self) -> tuple[int, int, int]:
         """What follows the present micro-batch of this rank: the next of its block, or a shadow."""
@@ -221,7 +239,7 @@ class Stepper:
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if schedule.full_num_micro > 1 and not self.stepped_here:
+        if self._watches(schedule) and not self.stepped_here:
             self._watch.check(self.where())
         self.timer.enter("reduce")
         if self._plan is not None and not unit.scales:

@@ -1,0 +1,181 @@
+"""`zero3`: weights are sharded too (ZeRO stage 3: Rajbhandari et al. 2020, section 5.3; FSDP: Zhao et al. 2023).
+
+A unit (a repeated block of the model, or all that is in none) is gathered before its forward, given back after it,
+and gathered once more before its backward. Parameters stay the model's own objects under their own names: between
+uses they show a tensor of NaN in their shape, which cannot be written to.
+
+Not built on `torch.distributed.fsdp.fully_shard`: see docs/design/0005-zero3.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from unisono.comm.api import Collectives
+from unisono.data.tensors import map_tensors
+from unisono.errors import InputError
+from unisono.strategy.base import StepPlan
+from unisono.strategy.blocks import repeated_blocks
+from unisono.strategy.flat import BUCKET_BYTES, FlatGroup
+from unisono.strategy.pieces import is_elementwise
+from unisono.strategy.reduction import Partition
+from unisono.strategy.sharded import GradientShardedStrategy
+from unisono.strategy.weights import FlatWeights
+
+REST = -1
+
+
+class _Unit:
+    """What is gathered together.
+
+    Attributes:
+        weights: One for each dtype and device.
+    """
+
+    def __init__(self) -> None:
+        self.weights: list[FlatWeights] = []
+
+    def gather(self) -> None:
+        for weights in self.weights:
+            weights.gather()
+
+    def free(self) -> None:
+        for weights in self.weights:
+            weights.free()
+
+
+class FullyShardedStrategy(GradientShardedStrategy):
+    """See the module's docstring."""
+
+    name = "zero3"
+    shards_weights = True
+
+    def __init__(
+        self,
+        comm: Collectives,
+        optimizer: torch.optim.Optimizer,
+        names: dict[int, str],
+        bucket_bytes: int = BUCKET_BYTES,
+    ) -> None:
+        super().__init__(comm, optimizer, names, bucket_bytes)
+        self._units: dict[int, _Unit] = {REST: _Unit()}
+        self._numbers: dict[int, int] = {}
+        self._backward: _Unit | None = None
+        self._held = False
+
+    def attach(self, models: Sequence[nn.Module]) -> None:
+        if self.comm.world_size == 1:
+            return
+        holders: dict[int, set[int]] = {}
+        for model in models:
+            blocks = repeated_blocks(model)
+            inside = {}
+            for block in blocks:
+                number = len(self._units)
+                self._units[number] = _Unit()
+                inside.update({id(module): number for module in block.modules()})
+                block.register_forward_pre_hook(self._before_forward(self._units[number]))
+                block.register_forward_hook(self._after_forward(self._units[number]), always_call=True)
+            for module in model.modules():
+                number = inside.get(id(module), REST)
+                own = list(module.parameters(recurse=False))
+                for param in own:
+                    holders.setdefault(id(param), set()).add(number)
+                if own and number == REST:
+                    module.register_forward_pre_hook(self._before_forward(self._units[REST]))
+            model.register_forward_hook(self._after_model)
+            model.register_state_dict_pre_hook(self._check_state_dict)  # type: ignore[no-untyped-call]
+        # A parameter that two blocks share, or a block and the rest, is there for both.
+        self._numbers = {key: min(found) if len(found) == 1 else REST for key, found in holders.items()}
+
+    def _kind(self, param: torch.Tensor) -> tuple[Any, ...]:
+        # In the order of backward: the last block first, and what is in none, which begins and ends, last.
+        number = self._numbers.get(id(param), REST)
+        return (-number if number != REST else 1, *super()._kind(param)[1:])
+
+    def _weights_of(self, group: FlatGroup) -> FlatWeights:
+        resident = self.comm.world_size == 1
+        unit = self._units[self._numbers.get(id(group.params[0]), REST)]
+        partition = Partition(group, self.comm, whole=not is_elementwise(self.optimizer))
+        unit.weights.append(FlatWeights(self.comm, group, partition, resident=resident))
+        if self._held:
+            unit.gather()
+        return unit.weights[-1]
+
+    # Hooks
+
+    def _before_forward(self, unit: _Unit) -> Callable[..., None]:
+        return lambda module, args: unit.gather()
+
+    def _after_forward(self, unit: _Unit) -> Callable[..., None]:
+        def free(module: nn.Module, args: Any, output: Any) -> None:
+            if torch.is_grad_enabled():
+                _on_gradient(output, lambda: self._before_backward(unit))
+            if not self._held and unit is not self._backward:  # in backward, it is a checkpoint's second forward
+                unit.free()
+
+        return free
+
+    def _before_backward(self, unit: _Unit) -> None:
+        """The gradient of a unit's output is there, so what came after it in the forward is done."""
+        if unit is not self._backward:
+            if self._backward is not None and not self._held:
+                self._backward.free()
+            self._backward = unit
+            unit.gather()
+
+    def _after_model(self, module: nn.Module, args: Any, output: Any) -> None:
+        if not torch.is_grad_enabled() and not self._held:
+            self._units[REST].free()
+
+    def _check_state_dict(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        if not all(weights.gathered for unit in self._units.values() for weights in unit.weights):
+            raise InputError(
+                "model.state_dict() under zero3 has no weights to give, each rank holds a part: call run.state() on "
+                "every rank, or use `with run.whole():`"
+            )
+
+    def _free_all(self) -> None:
+        self._backward = None
+        if not self._held:
+            for unit in self._units.values():
+                unit.free()
+
+    def add_micro_batch(self, plan: StepPlan, leaf: int | None, scale: float) -> None:
+        super().add_micro_batch(plan, leaf, scale)
+        self._free_all()
+
+    def skip_micro_batch(self, plan: StepPlan) -> None:
+        super().skip_micro_batch(plan)
+        self._free_all()
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        for unit in self._units.values():
+            unit.gather()
+        before, self._held = self._held, True
+        try:
+            yield
+        finally:
+            self._held = before
+            for weights in (weights for unit in self._units.values() for weights in unit.weights):
+                weights.keep()
+            self._free_all()
+
+    def updating(self) -> AbstractContextManager[None]:
+        self._free_all()  # what was gathered would be old
+        return super().updating()
+
+
+def _on_gradient(output: Any, then: Callable[[], None]) -> None:
+    def watch(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.requires_grad:
+            tensor.register_hook(lambda grad: then())  # type: ignore[no-untyped-call]
+        return tensor
+
+    map_tensors(watch, output)

@@ -1,0 +1,220 @@
+"""Every strategy gives the bits of `ddp` on one process: for models and optimizers that hurt."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import unisono
+from tests.worlds import run_world
+
+F = nn.functional
+SHARDED = ("zero1", "zero2", "zero3")
+
+
+class Lamb(torch.optim.Optimizer):
+    """Looks at whole parameters: You et al. 2020, algorithm 2, without its decay."""
+
+    def __init__(self, params: Any, lr: float = 0.01) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is None:
+                    continue
+                state = self.state[param]
+                if not state:
+                    state["mean"], state["square"] = torch.zeros_like(param), torch.zeros_like(param)
+                state["mean"].lerp_(param.grad, 0.1)
+                state["square"].lerp_(param.grad.square(), 0.01)
+                update = state["mean"] / (state["square"].sqrt() + 1e-6)
+                ratio = float(param.norm() / (update.norm() + 1e-6))
+                param.add_(update, alpha=-group["lr"] * min(max(ratio, 0.01), 10.0))
+
+
+class Layer(nn.Module):
+    """A transformer's, small."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.attention = nn.LayerNorm(width), nn.MultiheadAttention(width, 2, 0.1, batch_first=True)
+        self.feed = nn.Sequential(nn.Linear(width, 3 * width), nn.GELU(), nn.Dropout(0.1), nn.Linear(3 * width, width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.norm(x)
+        return x + self.feed(x + self.attention(y, y, y, need_weights=False)[0])
+
+
+class Tied(nn.Module):
+    """Blocks, a head tied to the embedding, a parameter of no module, one that is never used, a scalar."""
+
+    def __init__(self, recompute: bool = False) -> None:
+        super().__init__()
+        self.recompute = recompute
+        self.embedding, self.layers = nn.Embedding(11, 14), nn.ModuleList(Layer(14) for _ in range(3))
+        self.place = nn.Parameter(torch.zeros(6, 14))
+        self.head = nn.Linear(14, 11, bias=False)
+        self.head.weight = self.embedding.weight
+        self.scale, self.unused = nn.Parameter(torch.tensor(1.5)), nn.Parameter(torch.ones(5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.embedding((x.abs() * 7).long().clamp(max=10)) + self.place
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False) if self.recompute else layer(x)
+        return (self.head(x) * self.scale).mean(1)[:, :3]
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm, self.out = nn.LSTM(1, 9, num_layers=2, batch_first=True), nn.Linear(9, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(self.lstm(x[..., None])[0][:, -1])
+
+
+class Routed(nn.Module):
+    """Each micro-batch uses one of two experts, by its data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.experts, self.out = (
+            nn.Linear(6, 8),
+            nn.ModuleList(nn.Linear(8, 8) for _ in range(2)),
+            nn.Linear(8, 3),
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x).relu()
+        return self.out(self.experts[int(x.sum() > 15)](x))
+
+
+def convolutional() -> nn.Module:
+    def block(width: int) -> nn.Module:
+        return nn.Sequential(nn.Conv1d(width, 8, 3, padding=1), nn.BatchNorm1d(8), nn.ReLU())
+
+    model = nn.Sequential(nn.Unflatten(1, (1, 6)), block(1), block(8), block(8), nn.Flatten(), nn.Linear(48, 3))
+    return model
+
+
+def parametrized() -> nn.Module:
+    layers = [nn.utils.parametrizations.weight_norm(nn.Linear(6, 6)) for _ in range(2)]
+    return nn.Sequential(*layers, nn.utils.parametrizations.spectral_norm(nn.Linear(6, 3)))
+
+
+class Mixed(nn.Module):
+    """Parameters of three types, one of them transposed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two, self.three = nn.Linear(6, 37), nn.Linear(37, 9).double(), nn.Linear(9, 3).bfloat16()
+        self.across = nn.Parameter(torch.randn(9, 9).t())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.two(self.one(x).tanh().double()).float() @ self.across
+        return self.three(x.bfloat16()).float()
+
+
+MODELS: dict[str, Any] = {
+    "tied": Tied,
+    "recomputed": lambda: Tied(recompute=True),
+    "recurrent": Recurrent,
+    "routed": Routed,
+    "convolutional": convolutional,
+    "parametrized": parametrized,
+    "mixed": Mixed,
+}
+OPTIMIZERS: dict[str, Any] = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.01),
+    "fused": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
+    "fused-sgd": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, fused=True),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.01, initial_accumulator_value=0.1),
+    "rprop": lambda p: torch.optim.Rprop(p, lr=0.001),
+    "lamb": Lamb,
+    "adafactor": lambda p: torch.optim.Adafactor(p, lr=0.01),
+    "muon": lambda p: torch.optim.Muon([param for param in p if param.dim() == 2], lr=0.01),
+}
+
+
+def data() -> torch.utils.data.TensorDataset:
+    generator = torch.Generator().manual_seed(1)
+    return torch.utils.data.TensorDataset(
+        torch.randn(50, 6, generator=generator), torch.randint(0, 3, (50,), generator=generator)
+    )
+
+
+def train(strategy: str, model_name: str, optimizer_name: str, clip_norm: float | None = 0.5) -> dict[str, Any]:
+    with unisono.init(seed=3, strategy=strategy) as run:
+        model = MODELS[model_name]()
+        optimizer = OPTIMIZERS[optimizer_name](model.parameters())
+        # 16 = 5 + 5 + 5 + 1 samples; the last step has 2. Strided, 3 ranks attend two rounds, with shadows.
+        model, optimizer, loader = run.prepare(
+            model, optimizer, data(), global_batch=16, micro_batch=5, clip_norm=clip_norm
+        )
+        before, norms = run.weights_digest(), []
+        for _ in run.epochs(2):
+            for x, y in loader:
+                if len(x) == 1:
+                    x, y = x.repeat(2, 1), y.repeat(2)  # BatchNorm needs two
+                run.backward(F.cross_entropy(model(x), y))
+                optimizer.step()
+                optimizer.zero_grad()
+                if run.step_done:
+                    norms.append(float(run._stepper._exchange.norm).hex())
+        accuracy = run.evaluate(model, data(), lambda m, b: (float((m(b[0]).argmax(1) == b[1]).sum()), len(b[1])))
+        return {
+            "before": before,
+            "after": run.weights_digest(),
+            "norms": norms,
+            "accuracy": accuracy,
+            "loss": run.values["loss"],
+            "state": digest_of(optimizer.state_dict()),
+        }
+
+
+def digest_of(value: Any) -> str:
+    digest = hashlib.sha256()
+
+    def feed(value: Any) -> None:
+        if isinstance(value, torch.Tensor):
+            digest.update(f"{value.dtype}{tuple(value.shape)}".encode())
+            digest.update(value.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+        elif isinstance(value, dict):
+            for key in sorted(value, key=str):
+                digest.update(repr(key).encode())
+                feed(value[key])
+        elif isinstance(value, list | tuple):
+            for item in value:
+                feed(item)
+        else:
+            digest.update(repr(value).encode())
+
+    feed(value)
+    return digest.hexdigest()
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_every_strategy_gives_the_same_bits_for_every_model(model: str) -> None:
+    alone = run_world(1, train, "ddp", model, "adamw")[0]
+    assert alone["before"] != alone["after"]
+    for strategy in SHARDED:
+        for world_size in (2, 3):
+            if (strategy, model) == ("zero3", "routed"):
+                continue
+            assert run_world(world_size, train, strategy, model, "adamw") == [alone] * world_size
+
+
+@pytest.mark.parametrize("optimizer", [name for name in OPTIMIZERS if name != "adamw"])
+def test_every_strategy_gives_the_same_bits_for_every_optimizer(optimizer: str) -> None:
+    alone = run_world(1, train, "ddp", "tied", optimizer)[0]
+    assert alone["before"] != alone["after"]
+    for strategy, world_size in (("ddp", 2), ("zero1", 2), ("zero2", 3), ("zero3", 1), ("zero3", 4)):
+        assert run_world(world_size, train, strategy, "tied", optimizer) == [alone] * world_size
