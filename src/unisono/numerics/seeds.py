@@ -57,3 +57,13 @@ def preserved(device: torch.device) -> Iterator[None]:
         torch.default_generator.set_state(states[2])
         if module:
             module.set_rng_state(device_state)
+
+
+def generators_state(device: torch.device) -> tuple[object, ...]:
+    """Returns what can be compared to tell whether anything was drawn in between."""
+    states = [torch.default_generator.get_state()]
+    if device.type != "cpu":
+        states.append(torch.get_device_module(device).get_rng_state())
+    numpy_state = np.random.get_state()
+    drawn = (random.getstate(), numpy_state[1].tobytes(), numpy_state[2])  # type: ignore[index]
+    return (*drawn, *(state.numpy().tobytes() for state in states))

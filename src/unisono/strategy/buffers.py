@@ -204,7 +204,8 @@ class ModelBuffers:
             left = self._left or [buffer.start for buffer in self._quiet]
             for buffer, value in zip(self._quiet, left, strict=True):
                 buffer.start.copy_(value)
-            self.comm.broadcast([buffer.start for buffer in self._quiet])
+            nothing: list[list[torch.Tensor]] = [[] for _ in range(self.comm.world_size - 1)]
+            self.comm.all_gather([[buffer.start for buffer in self._quiet], *nothing], channel=BUFFERS).wait()
             self._left = []
         for buffer in self._quiet:
             if quiet_changed or buffer.changed():

@@ -179,13 +179,13 @@ class Exchange:
     def _update(self, unit: Unit, ranks: Sequence[RankStep], step: int) -> None:
         self._timer.enter("optimizer")
         # What an optimizer draws, and the loop after it, is alike on all ranks, whatever they drew before.
-        seed = derive_seed(self._seed, "update", step, self._number(unit))
-        seed_all(seed, self._device)
+        number = self._number(unit)
+        seed_all(derive_seed(self._seed, "update", step, number), self._device)
         if self._total(unit, ranks) > 0:
             with unit.strategy.updating():
                 unit.update()
-            if may_draw(unit.strategy.optimizer):  # and where updates are sharded, not alike
-                seed_all(seed, self._device)
+            if may_draw(unit.strategy.optimizer):
+                seed_all(derive_seed(self._seed, "updated", step, number), self._device)
         for schedule in unit.schedules:
             schedule()
         self._timer.enter("reduce")

@@ -16,6 +16,8 @@ import torch
 from torch import nn, optim
 
 from unisono.comm.api import Collectives
+from unisono.errors import InputError
+from unisono.numerics.seeds import generators_state
 from unisono.strategy.flat import FlatGroup, view_of
 from unisono.strategy.weights import FlatWeights, joined
 
@@ -90,6 +92,7 @@ class Pieces:
     def __init__(self, comm: Collectives, optimizer: optim.Optimizer, *, sharded: bool) -> None:
         self.comm, self.optimizer, self.sharded = comm, optimizer, sharded
         self._whole = not is_elementwise(optimizer)
+        self.device = next((p.device for group in optimizer.param_groups for p in group["params"]), torch.device("cpu"))
         self._weights: list[tuple[FlatWeights, list[_Piece]]] = []
         self._of: dict[int, list[_Piece]] = defaultdict(list)
         self._state: defaultdict[torch.Tensor, Any] = defaultdict(dict)
@@ -135,8 +138,15 @@ class Pieces:
             optimizer._optimizer_step_post_hooks = OrderedDict()
         for group, own in zip(optimizer.param_groups, params, strict=True):
             group["params"] = [piece.tensor for param in own for piece in self._of.get(id(param), ())]
+        # torch's own optimizers draw nothing; others are asked, since what a rank draws depends on what it owns.
+        before = generators_state(self.device) if self.sharded and self._whole else None
         try:
             yield
+            if before is not None and generators_state(self.device) != before:
+                raise InputError(
+                    f"{type(optimizer).__name__} draws random numbers in its update, which in shards would "
+                    "depend on the number of processes: use the strategy ddp"
+                )
         finally:
             for group, own in zip(optimizer.param_groups, params, strict=True):
                 group["params"] = own
