@@ -5,12 +5,12 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from unisono.errors import InputError, nearest, require_positive_int
+from unisono.errors import InputError, require_positive_int
 from unisono.launch.environment import Place, detect, usable_cores
 from unisono.launch.session import open_session
-from unisono.prepare import STRATEGIES
 from unisono.recipe import PRECISIONS
 from unisono.run import Run
+from unisono.strategy.catalog import strategy_name
 
 
 def init(
@@ -28,7 +28,8 @@ def init(
         seed: All generators are seeded from it, now and before each micro-batch and sample.
         threads: Intra-op threads. CPU kernels add in an order that depends on it, so it is part of a run's
             definition, and 1 is the number that every machine has. Use the other cores by `unisono run --nproc`.
-        strategy: "ddp".
+        strategy: "ddp", or what is sharded over the ranks: "zero1" the optimizer's state, "zero2" gradients too,
+            "zero3" (or "fsdp") weights too. The weights after every step are the same; see docs/strategies.md.
         precision: "float32".
         timeout_s: Longest wait for the other ranks in one call.
         run_dir: Where metrics.jsonl and summary.json go; None writes nothing, unless `unisono run` gave one.
@@ -53,8 +54,6 @@ def init(
 
 def open_run(place: Place, *, seed: int, threads: int, strategy: str, timeout_s: float = 600.0) -> Run:
     """Opens a run at a known place; see `init`."""
-    strategy = place.flags.get("strategy", strategy)
-    if strategy not in STRATEGIES:
-        raise InputError(f"there is no strategy '{strategy}'{nearest(strategy, STRATEGIES)}: {', '.join(STRATEGIES)}")
+    strategy = strategy_name(place.flags.get("strategy", strategy))
     session = open_session(place, threads=require_positive_int(threads, "threads"), timeout_s=timeout_s)
     return Run(session, seed=seed, strategy=strategy)

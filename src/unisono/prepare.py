@@ -21,19 +21,10 @@ from unisono.errors import InputError, require_positive_int
 from unisono.launch.session import Session
 from unisono.observe.timer import PhaseTimer
 from unisono.recipe import check_clip_norm, check_micro_batch
-from unisono.strategy.base import Strategy
-from unisono.strategy.fully_sharded import FullyShardedStrategy
-from unisono.strategy.replicated import ReplicatedStrategy
-from unisono.strategy.sharded import GradientShardedStrategy, OptimizerShardedStrategy
+from unisono.strategy.catalog import STRATEGIES
 from unisono.strategy.stepper import Stepper
 from unisono.strategy.unit import Unit
 
-STRATEGIES: Mapping[str, type[Strategy]] = {
-    "ddp": ReplicatedStrategy,
-    "zero1": OptimizerShardedStrategy,
-    "zero2": GradientShardedStrategy,
-    "zero3": FullyShardedStrategy,
-}
 LOADING = ("global_batch", "micro_batch", "collate", "shuffle", "num_workers", "drop_last")
 
 

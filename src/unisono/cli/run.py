@@ -19,7 +19,7 @@ def run(
     ] = None,
     run_dir: Annotated[str | None, typer.Option(help="Folder of the run. Default: runs/SCRIPT-TIME.")] = None,
     num_workers: Annotated[int | None, typer.Option(help="Loader processes a rank; wins over the script's.")] = None,
-    strategy: Annotated[str | None, typer.Option(help="How ranks share the work; wins over the script's.")] = None,
+    strategy: Annotated[str | None, typer.Option(help="ddp, zero1, zero2 or zero3; wins over the script's.")] = None,
     debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks of wrong input too.")] = False,
 ) -> None:
     """Run your own training script on several processes. Options for unisono come before the file."""
@@ -29,11 +29,12 @@ def run(
         raise InputError(f"--num-workers {num_workers}: it must be 0 or more")
     if not Path(script).is_file():
         raise InputError(f"script {script} does not exist")
-    from unisono.cli.start import check_strategy, devices, launch_ranks, make_run_dir
+    from unisono.cli.start import devices, launch_ranks, make_run_dir
     from unisono.launch.elastic import Job
+    from unisono.strategy.catalog import strategy_name
 
     if strategy is not None:
-        check_strategy(strategy)
+        strategy = strategy_name(strategy)
     rest = list(arguments or [])
     if rest[:1] == ["--"]:
         rest = rest[1:]

@@ -8,26 +8,14 @@ from pathlib import Path
 
 import torch
 
-from unisono.errors import InputError, Interrupted, nearest
+from unisono.errors import InputError, Interrupted
 from unisono.launch.elastic import Job, RanksFailed, launch
 from unisono.launch.environment import usable_cores
-from unisono.prepare import STRATEGIES
 
 
 def devices() -> int:
     """Accelerators of this host, or its usable cores where there are none."""
     return torch.accelerator.device_count() if torch.accelerator.is_available() else usable_cores()
-
-
-def check_strategy(name: str) -> None:
-    """Checks that there is a strategy of that name.
-
-    Raises:
-        InputError: there is none.
-    """
-    if name not in STRATEGIES:
-        known = nearest(name, STRATEGIES) or f"; there is {', '.join(STRATEGIES)}"
-        raise InputError(f"there is no strategy '{name}'{known}")
 
 
 def make_run_dir(given: str | None, name: str) -> Path:

@@ -24,7 +24,9 @@ def train(
     num_workers: Annotated[
         int | None, typer.Option(help="Loader processes a rank; cannot show in the weights. Default: 0.")
     ] = None,
-    strategy: Annotated[str | None, typer.Option(help="How ranks share the work. Default: ddp.")] = None,
+    strategy: Annotated[
+        str | None, typer.Option(help="ddp, zero1, zero2 or zero3: how ranks share the work. Default: ddp.")
+    ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON on standard output.")] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks of wrong input too.")] = False,
 ) -> None:

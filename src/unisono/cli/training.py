@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from unisono.cli.report import show_summary
-from unisono.cli.start import check_strategy, devices, launch_ranks, make_run_dir
+from unisono.cli.start import devices, launch_ranks, make_run_dir
 from unisono.cli.worker import RecipeJob, train_recipe
 from unisono.errors import Interrupted
 from unisono.launch.elastic import Job, Signalled
@@ -22,6 +22,7 @@ from unisono.launch.environment import Place, usable_cores
 from unisono.observe.jsonl import write_json
 from unisono.prepare import check_world_size
 from unisono.recipe import LoadedRecipe
+from unisono.strategy.catalog import strategy_name
 
 
 def start(job: RecipeJob, given: Mapping[str, Any], *, as_json: bool, debug: bool) -> None:
@@ -39,7 +40,7 @@ def start(job: RecipeJob, given: Mapping[str, Any], *, as_json: bool, debug: boo
         Interrupted: the run was stopped; its summary is written.
     """
     job = replace(job, **{name: given[name] for name in ("num_workers", "strategy") if name in given})
-    check_strategy(job.strategy)
+    job = replace(job, strategy=strategy_name(job.strategy))
     loaded = job.load()
     recipe = loaded.recipe
     nproc = given["nproc"] if "nproc" in given else min(devices(), recipe.full_num_micro)

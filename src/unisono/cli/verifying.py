@@ -12,10 +12,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from unisono.cli.start import check_strategy
 from unisono.cli.worker import RecipeJob
 from unisono.launch.elastic import Job, launch
-from unisono.prepare import STRATEGIES
+from unisono.strategy.catalog import STRATEGIES, strategy_name
 from unisono.verify.grid import PLAIN, PLAIN_TOLERANCE, Cell, Finding, Grid
 from unisono.verify.grid import as_json as grid_as_json
 
@@ -27,9 +26,7 @@ def start(job: RecipeJob, worlds: Sequence[int], strategies: str, *, as_json: bo
         InputError: the recipe or a strategy cannot work.
         RanksFailed: not even the reference run came to its end.
     """
-    names = list(STRATEGIES) if strategies == "all" else strategies.split(",")
-    for name in names:
-        check_strategy(name)
+    names = list(STRATEGIES) if strategies == "all" else [strategy_name(name) for name in strategies.split(",")]
     recipe = job.load().recipe
     command = [sys.executable, "-m", "unisono.cli.worker", "trace"]
 

@@ -14,6 +14,9 @@ from unisono.numerics.tree import TreeAccumulator
 # See docs/design/0002-reduction.md.
 ONE_SHOT_BYTES = 1024 * 1024
 BUCKET_BYTES = 8 * 1024 * 1024
+# From here on memory counts for more than hiding an exchange that shares the processor with the work anyway: gradients
+# are freed as they are laid out, and nothing is kept to receive in. See benchmarks/memory.py.
+FRUGAL_BYTES = 64 * 1024 * 1024
 
 
 @dataclass(frozen=True)
@@ -42,6 +45,7 @@ class FlatGroup:
 
     Attributes:
         params: In the order of the layout's segments.
+        frugal: Whether there is so much of it that memory comes first.
     """
 
     def __init__(
@@ -61,6 +65,7 @@ class FlatGroup:
         self.buckets = cut(max(1, bucket_bytes // itemsize))
         self.num_bytes = self.layout.total * itemsize
         self.dtype, self.device = first.dtype, first.device
+        self.frugal = self.device.type == "cpu" and self.num_bytes >= FRUGAL_BYTES
         self.present = [False] * len(self.params)
         self.tree: TreeAccumulator[FlatBuffer] = TreeAccumulator(1, self._merge)
         self._pool: list[FlatBuffer] = []
@@ -79,7 +84,11 @@ class FlatGroup:
         """
         neighbour = self.tree.sibling_of(leaf) if scale == 1.0 else None
         target = neighbour or self.buffer()
-        self.write(target, range(len(self.params)), scale, onto=neighbour is not None)
+        everything = range(len(self.params))
+        for part in [[position] for position in everything] if self.frugal else [everything]:
+            self.write(target, part, scale, onto=neighbour is not None)
+            for position in part:
+                self.params[position].grad = None
         self.take(leaf, target)
 
     @torch.no_grad()
@@ -143,7 +152,9 @@ class FlatGroup:
         self.tree = TreeAccumulator(1, self._merge)
 
     def inbox(self, slot: int, numel: int) -> torch.Tensor:
-        """Returns memory to receive `numel` elements in, kept from step to step."""
+        """Returns memory to receive `numel` elements in, kept from step to step unless that is much."""
+        if self.frugal:
+            return torch.empty(numel, dtype=self.dtype, device=self.device)
         while len(self._inboxes) <= slot:
             self._inboxes.append(torch.empty(0, dtype=self.dtype, device=self.device))
         if self._inboxes[slot].numel() < numel:

@@ -66,8 +66,9 @@ class GradientStrategy(GroupedStrategy):
     def expect_backward(self, plan: StepPlan, leaf: int | None, scale: Callable[[], float]) -> None:
         # Where this rank has one micro-batch in the step, nothing has to be added up before it is sent.
         if leaf is not None and self.comm.world_size > 1 and len(plan.blocks[self.comm.rank]) == 1:
-            for overlap in self._overlaps:
-                overlap.arm(plan, leaf, scale)
+            for overlap, group in zip(self._overlaps, self.groups, strict=True):
+                if not group.frugal:
+                    overlap.arm(plan, leaf, scale)
 
     @torch.no_grad()
     def add_micro_batch(self, plan: StepPlan, leaf: int | None, scale: float) -> None:

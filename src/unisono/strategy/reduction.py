@@ -133,6 +133,7 @@ class Reduction:
             out = _slice(self.target.flat, shard)
             if len(shard):
                 value = self._add_up(slot, shard)
+                self.inboxes[slot] = []
                 if total != 1.0 or out.data_ptr() != value.data_ptr():
                     torch.div(value, total, out=out)
             parts = self.norms.measure(slot, out)

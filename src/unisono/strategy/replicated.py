@@ -51,7 +51,7 @@ class ReplicatedStrategy(GradientStrategy):
         # What one-shot sends more than a reduce-scatter and an all-gather do: nothing at W = 2.
         others = self.comm.world_size - 1
         extra = group.num_bytes * others * (others - 1) // (others + 1)
-        return Partition(group, self.comm, one_shot=extra < self._one_shot_bytes)
+        return Partition(group, self.comm, one_shot=extra < self._one_shot_bytes and not group.frugal)
 
     def _hand_over(self, group: FlatGroup, result: FlatBuffer, present: Sequence[bool]) -> None:
         for position, param in enumerate(group.params):
