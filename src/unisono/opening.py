@@ -10,7 +10,7 @@ from unisono.launch.environment import Place, detect, usable_cores
 from unisono.launch.session import open_session
 from unisono.recipe import PRECISIONS
 from unisono.run import Run
-from unisono.strategy.catalog import strategy_name
+from unisono.strategy.catalog import strategy_name, strategy_options
 
 
 def init(
@@ -18,6 +18,7 @@ def init(
     seed: int = 0,
     threads: int = 1,
     strategy: str = "ddp",
+    shard_size: int | None = None,
     precision: str = "float32",
     timeout_s: float = 600.0,
     run_dir: str | Path | None = None,
@@ -29,7 +30,9 @@ def init(
         threads: Intra-op threads. CPU kernels add in an order that depends on it, so it is part of a run's
             definition, and 1 is the number that every machine has. Use the other cores by `unisono run --nproc`.
         strategy: "ddp", or what is sharded over the ranks: "zero1" the optimizer's state, "zero2" gradients too,
-            "zero3" (or "fsdp") weights too. The weights after every step are the same; see docs/strategies.md.
+            "zero3" (or "fsdp") weights too, "hsdp" weights inside of a team of ranks. The weights after every step
+            are the same; see docs/strategies.md.
+        shard_size: Ranks of a team, for "hsdp". Default: those of a host, where there are several.
         precision: "float32".
         timeout_s: Longest wait for the other ranks in one call.
         run_dir: Where metrics.jsonl and summary.json go; None writes nothing, unless `unisono run` gave one.
@@ -43,7 +46,7 @@ def init(
     if precision not in PRECISIONS:
         raise InputError(f"there is no precision '{precision}': {', '.join(PRECISIONS)}")
     place = detect()
-    run = open_run(place, seed=seed, threads=threads, strategy=strategy, timeout_s=timeout_s)
+    run = open_run(place, seed=seed, threads=threads, strategy=strategy, shard_size=shard_size, timeout_s=timeout_s)
     if run.run_dir is None and run_dir is not None:
         run.claim(Path(run_dir))
     if place.origin == "alone" and not place.job and run.device.type == "cpu" and usable_cores() > threads:
@@ -52,8 +55,12 @@ def init(
     return run
 
 
-def open_run(place: Place, *, seed: int, threads: int, strategy: str, timeout_s: float = 600.0) -> Run:
+def open_run(
+    place: Place, *, seed: int, threads: int, strategy: str, shard_size: int | None = None, timeout_s: float = 600.0
+) -> Run:
     """Opens a run at a known place; see `init`."""
     strategy = strategy_name(place.flags.get("strategy", strategy))
+    shard_size = place.flags.get("shard_size", shard_size)
+    options = strategy_options(strategy, shard_size, place.world_size, place.local_world_size)
     session = open_session(place, threads=require_positive_int(threads, "threads"), timeout_s=timeout_s)
-    return Run(session, seed=seed, strategy=strategy)
+    return Run(session, seed=seed, strategy=strategy, options=options)

@@ -36,9 +36,18 @@ class Preparation:
         micro_batch: Of the first loader: what evaluation uses too, so that no world size can show.
     """
 
-    def __init__(self, session: Session, stepper: Stepper, timer: PhaseTimer, *, seed: int, strategy: str) -> None:
+    def __init__(
+        self,
+        session: Session,
+        stepper: Stepper,
+        timer: PhaseTimer,
+        *,
+        seed: int,
+        strategy: str,
+        options: Mapping[str, Any],
+    ) -> None:
         self._session, self._stepper, self._timer = session, stepper, timer
-        self._seed, self._factory = seed, STRATEGIES[strategy]
+        self._seed, self._factory, self._options = seed, STRATEGIES[strategy], options
         self.models: dict[str, nn.Module] = {}
         self.micro_batch: int | None = None
 
@@ -109,7 +118,7 @@ class Preparation:
                 "digest; several models of one optimizer go into one call: prepare((one, other), optimizer, ...)"
             )
         self._session.comm.broadcast([param.detach() for param in own])
-        strategy = self._factory(self._session.comm, optimizer, names)
+        strategy = self._factory(self._session.comm, optimizer, names, **self._options)
         strategy.attach(list(self.models.values()))
         unit = Unit(strategy, optimizer.step, clip_norm=clip_norm)
         if schedule is not None:

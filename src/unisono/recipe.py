@@ -28,7 +28,8 @@ BUILT_IN = {
     "stdlib-gpt": "a byte-level GPT on the text of Python's own standard library",
     "digits": "a CNN with BatchNorm on scikit-learn's handwritten digits",
 }
-PRECISIONS = ("float32",)
+FLOAT32, MIXED = "float32", "bf16-mixed"
+PRECISIONS = (FLOAT32, MIXED)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,8 +7,9 @@ import contextlib
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar, overload
 
 import torch
@@ -46,7 +47,9 @@ class Run:
         ledger: Records, their sinks, and what the summary says.
     """
 
-    def __init__(self, session: Session, *, seed: int, strategy: str) -> None:
+    def __init__(
+        self, session: Session, *, seed: int, strategy: str, options: Mapping[str, Any] = MappingProxyType({})
+    ) -> None:
         self._session = session
         self.seed, self.strategy, self.run_dir = seed, strategy, session.place.run_dir
         self.device = session.device
@@ -57,7 +60,7 @@ class Run:
         self._stepper = Stepper(
             session.comm, session.device, seed=seed, timer=self.timer, on_step=self.ledger.step, on_note=self.note
         )
-        self._prepared = Preparation(session, self._stepper, self.timer, seed=seed, strategy=strategy)
+        self._prepared = Preparation(session, self._stepper, self.timer, seed=seed, strategy=strategy, options=options)
         seed_all(derive_seed(seed, "init"), session.device)
         if self.run_dir is not None and self.is_main:
             self.ledger.sinks.append(JsonlSink(self.run_dir / "metrics.jsonl"))

@@ -210,13 +210,15 @@ def test_every_strategy_gives_the_same_bits_for_every_model(model: str) -> None:
             if (strategy, model) == ("zero3", "routed"):
                 continue  # a forward is collective there; see docs/strategies.md
             assert run_world(world_size, train, strategy, model, "adamw") == [alone] * world_size
+    if model != "routed":
+        assert run_world(4, train, "hsdp", model, "adamw") == [alone] * 4
 
 
 @pytest.mark.parametrize("optimizer", [name for name in OPTIMIZERS if name != "adamw"])
 def test_every_strategy_gives_the_same_bits_for_every_optimizer(optimizer: str) -> None:
     alone = run_world(1, train, "ddp", "tied", optimizer)[0]
     assert alone["before"] != alone["after"]
-    for strategy, world_size in (("ddp", 2), ("zero1", 2), ("zero2", 3), ("zero3", 1), ("zero3", 4)):
+    for strategy, world_size in (("ddp", 2), ("zero1", 2), ("zero2", 3), ("zero3", 1), ("zero3", 3), ("hsdp", 4)):
         assert run_world(world_size, train, strategy, "tied", optimizer) == [alone] * world_size
 
 

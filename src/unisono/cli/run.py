@@ -8,25 +8,22 @@ from typing import Annotated
 
 import typer
 
+from unisono.cli.options import Debug, Nproc, NumWorkers, ShardSize, StrategyName, check_counts
 from unisono.errors import InputError
 
 
 def run(
     script: Annotated[str, typer.Argument(help="A Python file that calls unisono.init().")],
     arguments: Annotated[list[str] | None, typer.Argument(help="Its own arguments.")] = None,
-    nproc: Annotated[
-        int | None, typer.Option(help="Processes. Default: one a GPU, or one a usable core where there is none.")
-    ] = None,
+    nproc: Nproc = None,
     run_dir: Annotated[str | None, typer.Option(help="Folder of the run. Default: runs/SCRIPT-TIME.")] = None,
-    num_workers: Annotated[int | None, typer.Option(help="Loader processes a rank; wins over the script's.")] = None,
-    strategy: Annotated[str | None, typer.Option(help="ddp, zero1, zero2 or zero3; wins over the script's.")] = None,
-    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks of wrong input too.")] = False,
+    num_workers: NumWorkers = None,
+    strategy: StrategyName = None,
+    shard_size: ShardSize = None,
+    debug: Debug = False,
 ) -> None:
     """Run your own training script on several processes. Options for unisono come before the file."""
-    if nproc is not None and nproc < 1:
-        raise InputError(f"--nproc {nproc}: a run needs at least one process")
-    if num_workers is not None and num_workers < 0:
-        raise InputError(f"--num-workers {num_workers}: it must be 0 or more")
+    check_counts(nproc, num_workers)
     if not Path(script).is_file():
         raise InputError(f"script {script} does not exist")
     from unisono.cli.start import devices, launch_ranks, make_run_dir
@@ -39,7 +36,8 @@ def run(
     if rest[:1] == ["--"]:
         rest = rest[1:]
     folder = make_run_dir(run_dir, Path(script).stem)
-    flags = {k: v for k, v in {"num_workers": num_workers, "strategy": strategy}.items() if v is not None}
+    given = {"num_workers": num_workers, "strategy": strategy, "shard_size": shard_size}
+    flags = {name: value for name, value in given.items() if value is not None}
     command = [sys.executable, "-m", "unisono.cli.worker", "script", script, *rest]
     nproc = nproc or devices()
     print(f"{script}: {nproc} process{'es' * (nproc > 1)}; {folder}", file=sys.stderr)

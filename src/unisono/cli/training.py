@@ -22,7 +22,7 @@ from unisono.launch.environment import Place, usable_cores
 from unisono.observe.jsonl import write_json
 from unisono.prepare import check_world_size
 from unisono.recipe import LoadedRecipe
-from unisono.strategy.catalog import strategy_name
+from unisono.strategy.catalog import strategy_name, strategy_options
 
 
 def start(job: RecipeJob, given: Mapping[str, Any], *, as_json: bool, debug: bool) -> None:
@@ -39,11 +39,12 @@ def start(job: RecipeJob, given: Mapping[str, Any], *, as_json: bool, debug: boo
         RanksFailed: a rank failed.
         Interrupted: the run was stopped; its summary is written.
     """
-    job = replace(job, **{name: given[name] for name in ("num_workers", "strategy") if name in given})
+    job = replace(job, **{name: given[name] for name in ("num_workers", "strategy", "shard_size") if name in given})
     job = replace(job, strategy=strategy_name(job.strategy))
     loaded = job.load()
     recipe = loaded.recipe
     nproc = given["nproc"] if "nproc" in given else min(devices(), recipe.full_num_micro)
+    strategy_options(job.strategy, job.shard_size, nproc, nproc)
     check_world_size(nproc, recipe.global_batch, recipe.micro_batch or recipe.global_batch)
     folder = make_run_dir(given.get("run_dir"), loaded.name)
     execution = {"nproc": nproc, "num_workers": job.num_workers, "strategy": job.strategy}

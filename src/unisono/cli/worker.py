@@ -30,6 +30,7 @@ class RecipeJob:
         steps: Of `--steps`, or None.
         num_workers: Loader processes a rank.
         strategy: Its name.
+        shard_size: For hsdp.
     """
 
     source: str
@@ -37,6 +38,7 @@ class RecipeJob:
     steps: int | None = None
     num_workers: int = 0
     strategy: str = "ddp"
+    shard_size: int | None = None
 
     def load(self) -> LoadedRecipe:
         with contextlib.redirect_stdout(sys.stderr):  # standard output is for the summary
@@ -58,7 +60,9 @@ def train_recipe(job: RecipeJob, place: Place) -> None:
     with contextlib.redirect_stdout(terminal), rank_log(folder, place.rank) as log:
         loaded = job.load()
         recipe = loaded.recipe
-        run = open_run(place, seed=recipe.seed, threads=recipe.threads, strategy=job.strategy)
+        run = open_run(
+            place, seed=recipe.seed, threads=recipe.threads, strategy=job.strategy, shard_size=job.shard_size
+        )
         trainer = Trainer(recipe, run, num_workers=job.num_workers)
         run.ledger.extra["recipe_digest"] = loaded.digest
         with run:

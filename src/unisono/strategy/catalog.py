@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
-from unisono.errors import InputError, nearest
+from unisono.errors import InputError, nearest, require_positive_int
 from unisono.strategy.base import Strategy
-from unisono.strategy.fully_sharded import FullyShardedStrategy
+from unisono.strategy.fully_sharded import FullyShardedStrategy, HybridShardedStrategy
 from unisono.strategy.replicated import ReplicatedStrategy
 from unisono.strategy.sharded import GradientShardedStrategy, OptimizerShardedStrategy
+from unisono.strategy.team import Team, default_shard_size
 
 STRATEGIES: Mapping[str, type[Strategy]] = {
     strategy.name: strategy
-    for strategy in (ReplicatedStrategy, OptimizerShardedStrategy, GradientShardedStrategy, FullyShardedStrategy)
+    for strategy in (
+        ReplicatedStrategy,
+        OptimizerShardedStrategy,
+        GradientShardedStrategy,
+        FullyShardedStrategy,
+        HybridShardedStrategy,
+    )
 }
 _ALIASES = {"fsdp": "zero3"}
 
@@ -27,3 +35,20 @@ def strategy_name(name: str) -> str:
         known = nearest(name, [*STRATEGIES, *_ALIASES]) or f"; there is {', '.join(STRATEGIES)}"
         raise InputError(f"there is no strategy '{name}'{known}")
     return _ALIASES.get(name, name)
+
+
+def strategy_options(name: str, shard_size: int | None, world_size: int, local_world_size: int) -> dict[str, Any]:
+    """Returns what a strategy is made with, beside what all are.
+
+    Args:
+        shard_size: What the user asked for.
+
+    Raises:
+        InputError: the strategy has no shard size, or the world cannot be cut into teams of it.
+    """
+    if name != HybridShardedStrategy.name:
+        if shard_size is not None:
+            raise InputError(f"shard_size is for the strategy hsdp, and this is {name}")
+        return {}
+    size = default_shard_size(world_size, local_world_size) if shard_size is None else shard_size
+    return {"shard_size": Team(0, world_size, require_positive_int(size, "shard_size")).shard_size}

@@ -1,4 +1,6 @@
-"""`zero3`: weights are sharded too (ZeRO stage 3: Rajbhandari et al. 2020, section 5.3; FSDP: Zhao et al. 2023).
+"""`zero3` and `hsdp`: weights are sharded too.
+
+(ZeRO stage 3: Rajbhandari et al. 2020, section 5.3; FSDP: Zhao et al. 2023.)
 
 A unit (a repeated block of the model, or all that is in none) is gathered before its forward, given back after it,
 and gathered once more before its backward. Parameters stay the model's own objects under their own names: between
@@ -25,6 +27,7 @@ from unisono.strategy.flat import BUCKET_BYTES, FlatGroup
 from unisono.strategy.pieces import is_elementwise
 from unisono.strategy.reduction import Partition
 from unisono.strategy.sharded import GradientShardedStrategy
+from unisono.strategy.team import Team
 from unisono.strategy.weights import FlatWeights
 
 REST = -1
@@ -50,7 +53,11 @@ class _Unit:
 
 
 class FullyShardedStrategy(GradientShardedStrategy):
-    """See the module's docstring."""
+    """See the module's docstring.
+
+    Args:
+        shard_size: Neighbouring ranks that keep one copy of the weights together. Default: all.
+    """
 
     name = "zero3"
     shards_weights = True
@@ -61,15 +68,17 @@ class FullyShardedStrategy(GradientShardedStrategy):
         optimizer: torch.optim.Optimizer,
         names: dict[int, str],
         bucket_bytes: int = BUCKET_BYTES,
+        shard_size: int | None = None,
     ) -> None:
         super().__init__(comm, optimizer, names, bucket_bytes)
+        self._shard_size = comm.world_size if shard_size is None else shard_size
         self._units: dict[int, _Unit] = {REST: _Unit()}
         self._numbers: dict[int, int] = {}
         self._backward: _Unit | None = None
         self._held = False
 
     def attach(self, models: Sequence[nn.Module]) -> None:
-        if self.comm.world_size == 1:
+        if self._shard_size == 1:
             return
         holders: dict[int, set[int]] = {}
         for model in models:
@@ -99,10 +108,10 @@ class FullyShardedStrategy(GradientShardedStrategy):
         return (-number if number != REST else 1, *super()._kind(param)[1:])
 
     def _weights_of(self, group: FlatGroup) -> FlatWeights:
-        resident = self.comm.world_size == 1
         unit = self._units[self._numbers.get(id(group.params[0]), REST)]
-        partition = Partition(group, self.comm, whole=not is_elementwise(self.optimizer))
-        unit.weights.append(FlatWeights(self.comm, group, partition, resident=resident))
+        team = Team(self.comm.rank, self.comm.world_size, self._shard_size)
+        partition = Partition(group, self.comm, whole=not is_elementwise(self.optimizer), team=team)
+        unit.weights.append(FlatWeights(self.comm, group, partition, team))
         if self._held:
             unit.gather()
         return unit.weights[-1]
@@ -170,6 +179,15 @@ class FullyShardedStrategy(GradientShardedStrategy):
     def updating(self) -> AbstractContextManager[None]:
         self._free_all()  # what was gathered would be old
         return super().updating()
+
+
+class HybridShardedStrategy(FullyShardedStrategy):
+    """`hsdp`: weights are sharded inside of a team of ranks and copied between teams (Zhao et al. 2023, section 3.2.2).
+
+    Gathers stay inside of the team (a host, say). Gradients and optimizer state are sharded over all ranks.
+    """
+
+    name = "hsdp"
 
 
 def _on_gradient(output: Any, then: Callable[[], None]) -> None:

@@ -11,6 +11,7 @@ from unisono.numerics.layout import BLOCK_ELEMENTS
 from unisono.numerics.tree import Node, TreeAccumulator, roots
 from unisono.strategy.base import StepPlan
 from unisono.strategy.flat import FlatBuffer, FlatGroup
+from unisono.strategy.team import Team
 
 Nodes: TypeAlias = list[tuple[Node, FlatBuffer]]
 # Messages between two ranks match within a channel, so that one kind may overtake another. Each group has a
@@ -24,6 +25,7 @@ class Partition:
     Args:
         one_shot: Everybody adds up everything: one exchange instead of two, which sends more at W > 2.
         whole: A parameter has one owner.
+        team: Whose peers own neighbouring runs; by default runs go by rank.
 
     Attributes:
         buckets: The units of exchange.
@@ -31,7 +33,15 @@ class Partition:
         norms: The same as indices of blocks.
     """
 
-    def __init__(self, group: FlatGroup, comm: Collectives, *, one_shot: bool = False, whole: bool = False) -> None:
+    def __init__(
+        self,
+        group: FlatGroup,
+        comm: Collectives,
+        *,
+        one_shot: bool = False,
+        whole: bool = False,
+        team: Team | None = None,
+    ) -> None:
         layout, self.one_shot = group.layout, one_shot
         self.buckets = group.buckets
         if one_shot:
@@ -41,6 +51,8 @@ class Partition:
             self.shards = [[_overlap(bucket, part) for part in owned] for bucket in self.buckets]
         else:
             self.shards = [layout.shards(bucket, comm.world_size) for bucket in self.buckets]
+        if team is not None:
+            self.shards = [[shards[team.run_of(rank)] for rank in range(comm.world_size)] for shards in self.shards]
         self.norms = [[layout.blocks_in(shard) for shard in shards] for shards in self.shards]
 
     def own(self, rank: int) -> list[range]:

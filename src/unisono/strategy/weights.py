@@ -1,4 +1,4 @@
-"""FlatWeights: the weights of one group in one vector; whole on every rank, or this rank's shards and the rest on loan.
+"""FlatWeights: the weights of one group in one vector; whole on every rank, or this rank's part and the rest on loan.
 
 Where weights are sharded, the vector's memory is given back while nobody needs it. Its storage object stays, so what
 autograd saved of the weights is good again once they have been gathered for the backward pass.
@@ -13,6 +13,7 @@ import torch
 from unisono.comm.api import Collectives, Pending
 from unisono.strategy.flat import FlatGroup, view_of
 from unisono.strategy.reduction import RESULTS, Partition
+from unisono.strategy.team import Team
 
 
 class FlatWeights:
@@ -22,7 +23,7 @@ class FlatWeights:
         comm: The ranks.
         group: Whose weights; its parameters' data are moved here.
         partition: Who updates what; None where every rank updates all.
-        resident: Whether the whole vector stays.
+        team: Who keeps what; None where every rank keeps all.
 
     Attributes:
         own: The ranges that this rank updates.
@@ -31,10 +32,13 @@ class FlatWeights:
 
     @torch.no_grad()
     def __init__(
-        self, comm: Collectives, group: FlatGroup, partition: Partition | None = None, *, resident: bool = True
+        self, comm: Collectives, group: FlatGroup, partition: Partition | None = None, team: Team | None = None
     ) -> None:
-        self.comm, self.group, self.partition, self.resident = comm, group, partition, resident
-        self.own = joined([range(group.layout.total)] if partition is None else partition.own(comm.rank))
+        self.comm, self.group, self.partition = comm, group, partition
+        self.team = team or Team(comm.rank, comm.world_size, 1)
+        self.resident = self.team.shard_size == 1
+        everything = [range(group.layout.total)]
+        self.own = joined(everything if partition is None else partition.own(comm.rank))
         self.flat = torch.zeros(group.layout.total, dtype=group.dtype, device=group.device)
         places = zip(group.layout.segments, group.templates, strict=True)
         self._views = [view_of(self.flat, segment, like, segment.offset) for segment, like in places]
@@ -43,45 +47,68 @@ class FlatWeights:
             param.data = view
         self.gathered = True
         self._num_bytes = self.flat.untyped_storage().nbytes()
-        self._parts = [self.flat[part.start : part.stop] for part in self.own]
-        if not resident:
-            self._parts = [part.clone() for part in self._parts]
+        self._places = everything if self.resident else self._held(comm.rank)
+        self._kept = [self.flat[place.start : place.stop] for place in self._places]
+        if not self.resident:
+            self._kept = [part.clone() for part in self._kept]
             # Read, it is no number; written to, it is an error: nobody takes it for the weights.
             nan = torch.full((), torch.nan, dtype=group.dtype, device=group.device)
             self._away = [nan.expand(like.shape) for like in group.templates]
             self.free()
 
+    def _held(self, rank: int) -> list[range]:
+        """What a rank keeps of each bucket: what it and its peers update."""
+        assert self.partition is not None
+        return [
+            range(min(shards[peer].start for peer in peers), max(shards[peer].stop for peer in peers))
+            for peers in [self.team.peers(rank)]
+            for shards in self.partition.shards
+        ]
+
     def part(self, place: range) -> torch.Tensor:
-        """Returns the memory of a range that this rank owns."""
-        slot = next(slot for slot, part in enumerate(self.own) if place.start in part)
-        start = self.own[slot].start
-        return self._parts[slot][place.start - start : place.stop - start]
+        """Returns the memory of a range that this rank keeps."""
+        if not place:
+            return self.flat[:0]
+        slot = next(slot for slot, kept in enumerate(self._places) if place.start in kept)
+        start = self._places[slot].start
+        return self._kept[slot][place.start - start : place.stop - start]
 
     def share(self) -> list[Pending]:
-        """Collective: starts to send what this rank has updated to all, where everybody keeps the whole."""
-        if self.partition is None or not self.resident or self.comm.world_size == 1:
+        """Collective: starts to send what this rank has updated to its peers."""
+        peers = self.team.peers(self.comm.rank)
+        if self.partition is None or len(peers) == 1:
             return []
-        return self._all_gather(self.partition)
+        return [self._exchange({peer: self.part(shards[peer]) for peer in peers}) for shards in self.partition.shards]
 
-    def _all_gather(self, partition: Partition) -> list[Pending]:
-        slices = [[[self.flat[s.start : s.stop]] for s in shards] for shards in partition.shards]
-        return [self.comm.all_gather(parts, channel=RESULTS) for parts in slices]
+    def _exchange(self, parts: dict[int, torch.Tensor]) -> Pending:
+        """Sends this rank's own part to the other ranks named, and receives theirs."""
+        ranks, own = range(self.comm.world_size), parts.pop(self.comm.rank)
+        sends = [[own] if rank in parts else [] for rank in ranks]
+        receives = [[parts[rank]] if rank in parts else [] for rank in ranks]
+        return self.comm.exchange_shards(sends, receives, channel=RESULTS)
 
     @torch.no_grad()
     def gather(self) -> None:
         """Collective: brings the whole vector together, for the parameters to be used."""
-        if self.gathered or self.partition is None:
+        if self.gathered:
             return
         self.flat.untyped_storage().resize_(self._num_bytes)
-        for place, part in zip(self.own, self._parts, strict=True):
-            self.flat[place.start : place.stop].copy_(part)
-        for arrival in self._all_gather(self.partition):
+        for place, kept in zip(self._places, self._kept, strict=True):
+            self.flat[place.start : place.stop].copy_(kept)
+        held = {member: self._held(member) for member in self.team.members}
+        arrivals = [
+            self._exchange(
+                {member: self.flat[places[slot].start : places[slot].stop] for member, places in held.items()}
+            )
+            for slot in range(len(self._places))
+        ]
+        for arrival in arrivals:
             arrival.wait()
         self._show(self._views)
         self.gathered = True
 
     def free(self) -> None:
-        """Gives the memory back, but for this rank's shards."""
+        """Gives the memory back, but for what this rank keeps."""
         if self.resident or not self.gathered:
             return
         self._show(self._away)
@@ -90,10 +117,10 @@ class FlatWeights:
 
     @torch.no_grad()
     def keep(self) -> None:
-        """Takes what was written to the gathered parameters into this rank's shards."""
+        """Takes what was written to the gathered parameters into what this rank keeps."""
         if not self.resident and self.gathered:
-            for place, part in zip(self.own, self._parts, strict=True):
-                part.copy_(self.flat[place.start : place.stop])
+            for place, kept in zip(self._places, self._kept, strict=True):
+                kept.copy_(self.flat[place.start : place.stop])
 
     def _show(self, data: Sequence[torch.Tensor]) -> None:
         for param, value in zip(self.group.params, data, strict=True):

@@ -1,0 +1,41 @@
+"""Options that several commands have."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from unisono.errors import InputError
+
+RecipeSource = Annotated[
+    str, typer.Argument(help="A Python file with `recipe(**options)`, or a built-in: stdlib-gpt, digits.")
+]
+Nproc = Annotated[
+    int | None, typer.Option(help="Processes. Default: one a GPU, or one a usable core where there is none.")
+]
+Settings = Annotated[
+    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="An option of the recipe; repeatable.")
+]
+NumWorkers = Annotated[
+    int | None, typer.Option(help="Loader processes a rank; cannot show in the weights. Default: the script's, or 0.")
+]
+StrategyName = Annotated[
+    str | None, typer.Option(help="ddp, zero1, zero2, zero3 (fsdp) or hsdp. Default: the script's, or ddp.")
+]
+ShardSize = Annotated[
+    int | None, typer.Option(help="For hsdp: ranks that keep one copy together. Default: those of a host.")
+]
+Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks of wrong input too.")]
+
+
+def check_counts(nproc: int | None, num_workers: int | None) -> None:
+    """Checks numbers of processes.
+
+    Raises:
+        InputError: one is too small.
+    """
+    if nproc is not None and nproc < 1:
+        raise InputError(f"--nproc {nproc}: a run needs at least one process")
+    if num_workers is not None and num_workers < 0:
+        raise InputError(f"--num-workers {num_workers}: it must be 0 or more")
