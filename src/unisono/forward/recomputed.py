@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from contextlib import AbstractContextManager, contextmanager
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -36,7 +36,7 @@ class Recomputed(Wrapped):
             return function(*values[:count], **dict(zip(names, values[count:], strict=True)))
 
         def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-            replay = _Replay(self.module)
+            replay = _Replay(self.module, (*args, *kwargs.values()))
             return replay.first(), replay
 
         # All by position: `checkpoint` looks there, and there only, for the device whose generator it keeps.
@@ -54,31 +54,35 @@ class _Replay:
 
     Args:
         module: Which is about to run for the first time.
+        inputs: Its arguments.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, inputs: Sequence[Any]) -> None:
+        self._module = module
         self._generators = random.getstate(), np.random.get_state()
         self._homes = [part._buffers for part in module.modules() if part._buffers]
         self._before = [dict(home) for home in self._homes]
-        self._names = {id(buffer): name for name, buffer in module.named_buffers()} if self._homes else {}
         tensors = {id(value): value for home in self._homes for value in home.values() if value is not None}
         self._kept = {key: value.detach().clone() for key, value in tensors.items() if _is_small(value)}
-        self._large = [(value, value._version) for key, value in tensors.items() if key not in self._kept]
+        large = [value for key, value in tensors.items() if key not in self._kept and not is_lazy(value)]
+        given = [value for value in inputs if isinstance(value, torch.Tensor) and not value.is_inference()]
+        self._watched = [(value, value._version) for value in (*large, *given)]
 
     @contextmanager
     def first(self) -> Iterator[None]:
         """The first forward runs inside.
 
         Raises:
-            InputError: it wrote to a buffer of which there is no copy.
+            InputError: it wrote to what the second cannot be given as it was.
         """
         yield
-        for value, version in self._large:
-            if value._version != version and not is_lazy(value):
+        for value, version in self._watched:
+            if value._version != version:
+                names = [name for name, buffer in self._module.named_buffers() if buffer is value]
+                what = f"buffer {names[0]} (more than {_KEPT_ELEMENTS} elements)" if names else "input"
                 raise InputError(
-                    f"recompute cannot run a block twice that writes to its buffer {self._names.get(id(value), '')} of "
-                    f"{value.numel()} elements in its forward: leave recompute out, or make the buffer smaller than "
-                    f"{_KEPT_ELEMENTS} elements"
+                    f"recompute runs {type(self._module).__name__} twice, and it writes to its {what}: let it write to "
+                    "a new tensor, or leave recompute out"
                 )
 
     def __enter__(self) -> None:
