@@ -5,7 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from types import MethodType
+from types import MappingProxyType, MethodType
 from typing import Any
 
 import torch
@@ -44,7 +44,7 @@ class Preparation:
         *,
         seed: int,
         strategy: str,
-        options: Mapping[str, Any],
+        options: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         self._session, self._stepper, self._timer = session, stepper, timer
         self._seed, self._factory, self._options = seed, STRATEGIES[strategy], options
