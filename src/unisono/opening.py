@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from typing import Any
 
 from unisono.errors import InputError, require_positive_int
+from unisono.forward.compiled import check_compiler
+from unisono.forward.options import ForwardOptions
 from unisono.launch.environment import Place, detect, usable_cores
 from unisono.launch.session import open_session
-from unisono.recipe import PRECISIONS
+from unisono.recipe import FLOAT32, check_precision
 from unisono.run import Run
 from unisono.strategy.catalog import strategy_name, strategy_options
+from unisono.strategy.offload import Offload
 
 
 def init(
@@ -19,7 +25,11 @@ def init(
     threads: int = 1,
     strategy: str = "ddp",
     shard_size: int | None = None,
-    precision: str = "float32",
+    offload: str | None = None,
+    offload_dir: str | Path | None = None,
+    precision: str = FLOAT32,
+    compile: bool = False,
+    recompute: bool = False,
     timeout_s: float = 600.0,
     run_dir: str | Path | None = None,
 ) -> Run:
@@ -33,7 +43,15 @@ def init(
             "zero3" (or "fsdp") weights too, "hsdp" weights inside of a team of ranks. The weights after every step
             are the same; see docs/strategies.md.
         shard_size: Ranks of a team, for "hsdp". Default: those of a host, where there are several.
-        precision: "float32".
+        offload: Where the optimizer's state goes: "disk" into files that are mapped into memory; "cpu", for
+            accelerators, into the host's memory, where the update then runs.
+        offload_dir: An existing folder for "disk", on a disk. Default: the system's place for temporary files.
+        precision: "float32", or "bf16-mixed": the forward of prepared models runs in bfloat16 where autocast finds
+            that enough, and returns float32; weights, gradients and their sums are float32. Part of a run's definition.
+        compile: Compiles the repeated blocks of a model, or all of it where it has none, by `torch.compile`. Part of a
+            run's definition too, since compiled kernels round differently.
+        recompute: Blocks keep only their inputs for the backward pass, and run their forward again in it: less
+            memory, about a third more time, the same weights.
         timeout_s: Longest wait for the other ranks in one call.
         run_dir: Where metrics.jsonl and summary.json go; None writes nothing, unless `unisono run` gave one.
 
@@ -43,10 +61,11 @@ def init(
         InputError: an argument or the environment makes no sense.
         CommError: the other ranks did not come.
     """
-    if precision not in PRECISIONS:
-        raise InputError(f"there is no precision '{precision}': {', '.join(PRECISIONS)}")
     place = detect()
-    run = open_run(place, seed=seed, threads=threads, strategy=strategy, shard_size=shard_size, timeout_s=timeout_s)
+    how = Execution(
+        strategy=strategy, shard_size=shard_size, offload=offload, offload_dir=offload_dir, recompute=recompute
+    )
+    run = open_run(place, how, seed=seed, threads=threads, precision=precision, compile=compile, timeout_s=timeout_s)
     if run.run_dir is None and run_dir is not None:
         run.claim(Path(run_dir))
     if place.origin == "alone" and not place.job and run.device.type == "cpu" and usable_cores() > threads:
@@ -55,12 +74,45 @@ def init(
     return run
 
 
+@dataclass(frozen=True, kw_only=True)
+class Execution:
+    """How a run is executed: what cannot show in its weights. See `init`."""
+
+    strategy: str = "ddp"
+    shard_size: int | None = None
+    offload: str | None = None
+    offload_dir: str | Path | None = None
+    recompute: bool = False
+
+    def with_flags(self, flags: Mapping[str, Any]) -> Execution:
+        """Returns what the launcher's flags make of it: they win."""
+        return replace(self, **{f.name: flags[f.name] for f in fields(self) if f.name in flags})
+
+
 def open_run(
-    place: Place, *, seed: int, threads: int, strategy: str, shard_size: int | None = None, timeout_s: float = 600.0
+    place: Place,
+    how: Execution,
+    *,
+    seed: int,
+    threads: int,
+    precision: str = FLOAT32,
+    compile: bool = False,
+    timeout_s: float = 600.0,
 ) -> Run:
     """Opens a run at a known place; see `init`."""
-    strategy = strategy_name(place.flags.get("strategy", strategy))
-    shard_size = place.flags.get("shard_size", shard_size)
-    options = strategy_options(strategy, shard_size, place.world_size, place.local_world_size)
+    how = how.with_flags(place.flags)
+    precision, compile = place.flags.get("precision", precision), place.flags.get("compile", compile)
+    check_precision(precision)
+    if compile:
+        check_compiler()
+    forward = ForwardOptions(precision=precision, compile=compile, recompute=how.recompute)
+    strategy = strategy_name(how.strategy)
+    offload = None
+    if how.offload is not None:
+        offload = Offload(how.offload, None if how.offload_dir is None else Path(how.offload_dir))
+    options = strategy_options(strategy, place, how.shard_size, offload)
     session = open_session(place, threads=require_positive_int(threads, "threads"), timeout_s=timeout_s)
-    return Run(session, seed=seed, strategy=strategy, options=options)
+    if how.offload == "cpu" and session.device.type == "cpu":
+        session.close(failed=False, wait=False)
+        raise InputError("offload cpu is for accelerators; here the weights are on the CPU: use offload disk, or none")
+    return Run(session, seed=seed, strategy=strategy, options=options, forward=forward)

@@ -18,6 +18,7 @@ from unisono.data.loader import LoaderOptions, MicroBatchLoader, from_dataloader
 from unisono.data.samples import check_dataset
 from unisono.data.schedule import Schedule
 from unisono.errors import InputError, require_positive_int
+from unisono.forward.options import EAGER, ForwardOptions
 from unisono.launch.session import Session
 from unisono.observe.timer import PhaseTimer
 from unisono.recipe import check_clip_norm, check_micro_batch
@@ -45,9 +46,12 @@ class Preparation:
         seed: int,
         strategy: str,
         options: Mapping[str, Any] = MappingProxyType({}),
+        forward: ForwardOptions = EAGER,
+        on_note: Callable[[str], None] = lambda note: None,
     ) -> None:
         self._session, self._stepper, self._timer = session, stepper, timer
         self._seed, self._factory, self._options = seed, STRATEGIES[strategy], options
+        self._forward, self._on_note = forward, on_note
         self.models: dict[str, nn.Module] = {}
         self.micro_batch: int | None = None
 
@@ -73,6 +77,8 @@ class Preparation:
         self.models[name] = model
         tensors = {id(tensor): tensor.detach() for tensor in [*model.parameters(), *model.buffers()]}
         self._session.comm.broadcast(list(tensors.values()))
+        sharded = self._factory.shards_weights and self._session.comm.world_size > 1
+        self._forward.apply(model, self._session.device.type, hooks_inside=sharded, on_note=self._on_note)
         self._stepper.add_model(model)
         # A scripted model takes no hooks: a plain `loss.backward()` of it counts as forward time.
         if not isinstance(model, torch.jit.ScriptModule):

@@ -56,7 +56,10 @@ class Recipe:
         collate: Makes a micro-batch of a list of samples. Default: torch's own.
         sample: `sample(model)` returns a text that shows what the trained model can do, printed at the end.
         seed: Of the weights, the order, dropout and augmentation.
-        precision: "float32".
+        precision: "float32", or "bf16-mixed": forwards in bfloat16 where autocast finds that enough, and weights,
+            gradients, their sums and updates in float32.
+        compile: Whether forwards are compiled by `torch.compile`. Part of the definition, since compiled kernels
+            round differently.
         threads: Intra-op threads a process; part of the definition, since CPU kernels add in an order that
             depends on it.
         clip_norm: Largest L2 norm of the whole gradient; None leaves it alone.
@@ -80,7 +83,8 @@ class Recipe:
     collate: Callable[[list[Any]], Any] | None = None
     sample: Callable[[nn.Module], str] | None = None
     seed: int = 0
-    precision: str = "float32"
+    precision: str = FLOAT32
+    compile: bool = False
     threads: int = 1
     clip_norm: float | None = None
     drop_last: bool = False
@@ -102,8 +106,9 @@ class Recipe:
             raise InputError("Recipe has both epochs and steps: give the one that should end the run")
         if isinstance(self.seed, bool) or not isinstance(self.seed, int):
             raise InputError(f"Recipe.seed must be an integer, got {self.seed!r}")
-        if self.precision not in PRECISIONS:
-            raise InputError(f"Recipe.precision must be one of {', '.join(PRECISIONS)}, got {self.precision!r}")
+        check_precision(self.precision, "Recipe.precision")
+        if not isinstance(self.compile, bool):
+            raise InputError(f"Recipe.compile must be True or False, got {self.compile!r}")
         check_clip_norm(self.clip_norm, "Recipe.")
         if self.train is None:
             raise InputError("Recipe.train must be a dataset, or a function that returns one, got None")
@@ -116,6 +121,8 @@ class Recipe:
     def settings(self) -> dict[str, Any]:
         """Returns the plain values that define the run (not the functions)."""
         plain = {f.name: getattr(self, f.name) for f in fields(self)}
+        if not self.compile:  # came later than the first digests: left out where it changes nothing
+            del plain["compile"]
         return {name: value for name, value in plain.items() if value is None or isinstance(value, int | float | str)}
 
 
@@ -129,6 +136,17 @@ def check_micro_batch(global_batch: int, micro_batch: object, where: str) -> int
     if micro > global_batch:
         raise InputError(f"micro_batch {micro} is larger than global_batch {global_batch}: make it at most as large")
     return micro
+
+
+def check_precision(precision: object, where: str = "precision") -> None:
+    """Checks that there is such a precision.
+
+    Raises:
+        InputError: there is none.
+    """
+    if precision not in PRECISIONS:
+        known = nearest(precision, PRECISIONS) if isinstance(precision, str) else ""
+        raise InputError(f"{where} must be one of {', '.join(PRECISIONS)}, got {precision!r}{known}")
 
 
 def check_clip_norm(clip_norm: object, where: str = "") -> None:
@@ -151,7 +169,7 @@ class LoadedRecipe:
         name: A built-in's name, or the file's stem.
         source: A built-in's name, or the file's path.
         options: Every keyword of its function with the value used.
-        origins: Where each value came from: "default", "--set", "--steps".
+        origins: Where each value came from: "default", "--set", or the flag of a setting, such as "--steps".
         code_sha256: Of the file's text. Recorded, but no part of the digest: a comment may change.
     """
 
@@ -172,6 +190,15 @@ class LoadedRecipe:
         """Returns the same recipe ended after `steps` optimizer updates."""
         recipe = replace(self.recipe, steps=require_positive_int(steps, "--steps"), epochs=None)
         return replace(self, recipe=recipe, origins={**self.origins, "steps": "--steps"})
+
+    def with_flags(self, *, precision: str | None = None, compile: bool | None = None) -> LoadedRecipe:
+        """Returns the same recipe with what flags say of it; None leaves a setting as the recipe has it."""
+        if precision is not None:
+            check_precision(precision, "--precision")
+        flags = {"precision": precision, "compile": compile}
+        given = {name: value for name, value in flags.items() if value is not None}
+        origins = {**self.origins, **{name: f"--{name}" for name in given}}
+        return replace(self, recipe=replace(self.recipe, **given), origins=origins)  # type: ignore[arg-type]
 
 
 def load_recipe(source: str, settings: Mapping[str, str] | None = None) -> LoadedRecipe:

@@ -21,6 +21,7 @@ from unisono.data.loader import MicroBatchLoader
 from unisono.data.stage import host_key, leader_first
 from unisono.errors import InputError, nearest
 from unisono.evaluate import EvalPlan, Metric, evaluate, predict
+from unisono.forward.options import EAGER, ForwardOptions
 from unisono.launch.session import Session
 from unisono.numerics.digest import full_state, weights_digest
 from unisono.numerics.seeds import derive_seed, seed_all
@@ -48,7 +49,13 @@ class Run:
     """
 
     def __init__(
-        self, session: Session, *, seed: int, strategy: str, options: Mapping[str, Any] = MappingProxyType({})
+        self,
+        session: Session,
+        *,
+        seed: int,
+        strategy: str,
+        options: Mapping[str, Any] = MappingProxyType({}),
+        forward: ForwardOptions = EAGER,
     ) -> None:
         self._session = session
         self.seed, self.strategy, self.run_dir = seed, strategy, session.place.run_dir
@@ -60,7 +67,16 @@ class Run:
         self._stepper = Stepper(
             session.comm, session.device, seed=seed, timer=self.timer, on_step=self.ledger.step, on_note=self.note
         )
-        self._prepared = Preparation(session, self._stepper, self.timer, seed=seed, strategy=strategy, options=options)
+        self._prepared = Preparation(
+            session,
+            self._stepper,
+            self.timer,
+            seed=seed,
+            strategy=strategy,
+            options=options,
+            forward=forward,
+            on_note=self.note,
+        )
         seed_all(derive_seed(seed, "init"), session.device)
         if self.run_dir is not None and self.is_main:
             self.ledger.sinks.append(JsonlSink(self.run_dir / "metrics.jsonl"))

@@ -195,10 +195,13 @@ class OneRank:
         """What each optimizer saw, put together: an update that makes the weights the gradient."""
         for param in self.params:
             param.fill_(math.nan)
-        with self.strategy.updating():
+
+        def step() -> None:
             for piece in self.strategy.optimizer.param_groups[0]["params"]:
                 if piece.grad is not None:
                     piece.copy_(piece.grad)
+
+        self.strategy.update(step)
         return [None if p.isnan().all() else p.detach().clone() for p in self.params]
 
     def _backward(self, problem: Problem, leaf: int) -> None:

@@ -26,6 +26,30 @@ StrategyName = Annotated[
 ShardSize = Annotated[
     int | None, typer.Option(help="For hsdp: ranks that keep one copy together. Default: those of a host.")
 ]
+OffloadTo = Annotated[
+    str | None, typer.Option("--offload", help="Where the optimizer's state goes: disk; cpu, for accelerators.")
+]
+OffloadDir = Annotated[
+    str | None, typer.Option(help="An existing folder for --offload disk. Default: that for temporary files.")
+]
+Precision = Annotated[
+    str | None,
+    typer.Option(help="float32 or bf16-mixed; shows in the weights. Default: what the code says, or float32."),
+]
+Compile = Annotated[
+    bool | None,
+    typer.Option(
+        "--compile/--no-compile",
+        help="Compile blocks by torch.compile; shows in the weights. Default: the code's.",
+    ),
+]
+Recompute = Annotated[
+    bool | None,
+    typer.Option(
+        "--recompute/--no-recompute",
+        help="Blocks run their forward again in backward: less memory, more time, the same weights.",
+    ),
+]
 Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks of wrong input too.")]
 
 

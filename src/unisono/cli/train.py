@@ -7,10 +7,15 @@ from typing import Annotated
 import typer
 
 from unisono.cli.options import (
+    Compile,
     Debug,
     Nproc,
     NumWorkers,
+    OffloadDir,
+    OffloadTo,
+    Precision,
     RecipeSource,
+    Recompute,
     Settings,
     ShardSize,
     StrategyName,
@@ -27,6 +32,11 @@ def train(
     num_workers: NumWorkers = None,
     strategy: StrategyName = None,
     shard_size: ShardSize = None,
+    offload: OffloadTo = None,
+    offload_dir: OffloadDir = None,
+    precision: Precision = None,
+    compile: Compile = None,
+    recompute: Recompute = None,
     json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON on standard output.")] = False,
     debug: Debug = False,
 ) -> None:
@@ -39,6 +49,7 @@ def train(
 
     settings = parse_settings(set_ or [])
     how = {"nproc": nproc, "num_workers": num_workers, "strategy": strategy, "shard_size": shard_size}
-    how["run_dir"] = run_dir
+    how |= {"offload": offload, "offload_dir": offload_dir, "recompute": recompute, "run_dir": run_dir}
     given = {name: value for name, value in how.items() if value is not None}
-    start(RecipeJob(source=recipe, settings=settings, steps=steps), given, as_json=json, debug=debug)
+    job = RecipeJob(source=recipe, settings=settings, steps=steps, precision=precision, compile=compile)
+    start(job, given, as_json=json, debug=debug)

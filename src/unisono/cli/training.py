@@ -17,12 +17,26 @@ from unisono.cli.report import show_summary
 from unisono.cli.start import devices, launch_ranks, make_run_dir
 from unisono.cli.worker import RecipeJob, train_recipe
 from unisono.errors import Interrupted
+from unisono.forward.compiled import check_compiler
 from unisono.launch.elastic import Job, Signalled
 from unisono.launch.environment import Place, usable_cores
 from unisono.observe.jsonl import write_json
 from unisono.prepare import check_world_size
 from unisono.recipe import LoadedRecipe
 from unisono.strategy.catalog import strategy_name, strategy_options
+from unisono.strategy.offload import Offload
+
+EXECUTION = ("num_workers", "strategy", "shard_size", "offload", "offload_dir", "recompute")
+
+
+def check_execution(job: RecipeJob, nproc: int) -> None:
+    """Checks, before anything is started, that the ranks will be able to do as they are told.
+
+    Raises:
+        InputError: they will not.
+    """
+    offload = None if job.offload is None else Offload(job.offload, Path(job.offload_dir) if job.offload_dir else None)
+    strategy_options(job.strategy, Place(0, nproc, 0, nproc), job.shard_size, offload)
 
 
 def start(job: RecipeJob, given: Mapping[str, Any], *, as_json: bool, debug: bool) -> None:
@@ -39,15 +53,18 @@ def start(job: RecipeJob, given: Mapping[str, Any], *, as_json: bool, debug: boo
         RanksFailed: a rank failed.
         Interrupted: the run was stopped; its summary is written.
     """
-    job = replace(job, **{name: given[name] for name in ("num_workers", "strategy", "shard_size") if name in given})
+    job = replace(job, **{name: given[name] for name in EXECUTION if name in given})
     job = replace(job, strategy=strategy_name(job.strategy))
     loaded = job.load()
     recipe = loaded.recipe
     nproc = given["nproc"] if "nproc" in given else min(devices(), recipe.full_num_micro)
-    strategy_options(job.strategy, job.shard_size, nproc, nproc)
+    check_execution(job, nproc)
+    if recipe.compile:
+        check_compiler()
     check_world_size(nproc, recipe.global_batch, recipe.micro_batch or recipe.global_batch)
     folder = make_run_dir(given.get("run_dir"), loaded.name)
     execution = {"nproc": nproc, "num_workers": job.num_workers, "strategy": job.strategy}
+    execution["recompute"] = job.recompute
     origins = {name: f"--{name.replace('_', '-')}" if name in given else "default" for name in execution}
     _describe(loaded, folder, execution, {**loaded.origins, **origins})
     print(f"{loaded.name}: {nproc} process{'es' * (nproc > 1)}, {job.strategy}; {folder}", file=sys.stderr)

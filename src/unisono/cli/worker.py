@@ -7,16 +7,17 @@ import json
 import os
 import runpy
 import sys
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from unisono.cli.ranks import rank_log, reported
 from unisono.launch.environment import Place, detect
 from unisono.launch.guard import die_with_parent
-from unisono.recipe import LoadedRecipe, load_recipe
+from unisono.recipe import LoadedRecipe, Recipe, load_recipe
 
 if TYPE_CHECKING:
+    from unisono.opening import Execution
     from unisono.run import Run
 
 
@@ -28,31 +29,58 @@ class RecipeJob:
         source: As `load_recipe` takes it.
         settings: Of `--set`.
         steps: Of `--steps`, or None.
+        precision: Of `--precision`, or None.
+        compile: Of `--compile`, or None.
         num_workers: Loader processes a rank.
         strategy: Its name.
         shard_size: For hsdp.
+        offload: Where the optimizer's state goes: "cpu", "disk" or None.
+        offload_dir: The folder for "disk".
+        recompute: Whether blocks run their forward again instead of keeping activations.
     """
 
     source: str
     settings: dict[str, str] = field(default_factory=dict)
     steps: int | None = None
+    precision: str | None = None
+    compile: bool | None = None
     num_workers: int = 0
     strategy: str = "ddp"
     shard_size: int | None = None
+    offload: str | None = None
+    offload_dir: str | None = None
+    recompute: bool = False
 
     def load(self) -> LoadedRecipe:
         with contextlib.redirect_stdout(sys.stderr):  # standard output is for the summary
             loaded = load_recipe(self.source, self.settings)
+        loaded = loaded.with_flags(precision=self.precision, compile=self.compile)
         return loaded if self.steps is None else loaded.with_steps(self.steps)
+
+    def execution(self) -> Execution:
+        """How it is executed."""
+        from unisono.opening import Execution
+
+        own = {f.name: getattr(self, f.name) for f in fields(Execution)}
+        return Execution(**own)
 
     def command(self) -> list[str]:
         """What to start for each rank."""
         return [sys.executable, "-m", "unisono.cli.worker", "recipe", json.dumps(asdict(self))]
 
 
+def open_recipe(place: Place, job: RecipeJob, recipe: Recipe) -> Run:
+    """Opens the run that a recipe defines."""
+    from unisono.opening import open_run
+
+    how = job.execution()
+    return open_run(
+        place, how, seed=recipe.seed, threads=recipe.threads, precision=recipe.precision, compile=recipe.compile
+    )
+
+
 def train_recipe(job: RecipeJob, place: Place) -> None:
     """Trains a recipe on one rank; rank 0 writes the summary."""
-    from unisono.opening import open_run
     from unisono.trainer import Trainer
 
     folder = place.run_dir / "logs" if place.run_dir else None
@@ -60,9 +88,7 @@ def train_recipe(job: RecipeJob, place: Place) -> None:
     with contextlib.redirect_stdout(terminal), rank_log(folder, place.rank) as log:
         loaded = job.load()
         recipe = loaded.recipe
-        run = open_run(
-            place, seed=recipe.seed, threads=recipe.threads, strategy=job.strategy, shard_size=job.shard_size
-        )
+        run = open_recipe(place, job, recipe)
         trainer = Trainer(recipe, run, num_workers=job.num_workers)
         run.ledger.extra["recipe_digest"] = loaded.digest
         with run:
@@ -75,7 +101,6 @@ def trace_recipe(said: dict[str, Any], place: Place) -> None:
     import torch
 
     from unisono.launch.session import pick_device
-    from unisono.opening import open_run
     from unisono.trainer import Trainer
     from unisono.verify.grid import PLAIN
     from unisono.verify.plain import train_plain
@@ -87,7 +112,7 @@ def trace_recipe(said: dict[str, Any], place: Place) -> None:
         if job.strategy == PLAIN:
             train_plain(recipe, pick_device(place.local_rank), folder, save_at)
             return
-        run = open_run(place, seed=recipe.seed, threads=recipe.threads, strategy=job.strategy)
+        run = open_recipe(place, job, recipe)
         trace = Trace(threads=torch.get_num_threads())
 
         def position() -> tuple[int, int] | None:

@@ -30,9 +30,7 @@ class ForwardOptions:
     compile: bool = False
     recompute: bool = False
 
-    def apply(
-        self, model: nn.Module, device_type: str, *, hooks_inside: bool, on_note: Callable[[str], None]
-    ) -> None:
+    def apply(self, model: nn.Module, device_type: str, *, hooks_inside: bool, on_note: Callable[[str], None]) -> None:
         """Wraps the forward of a model and of its blocks; a block that another model has brought is left alone.
 
         Args:

@@ -7,8 +7,8 @@ nothing behind. torch's `checkpoint` sees to torch's generators and to autocast;
 from __future__ import annotations
 
 import random
-from contextlib import AbstractContextManager, contextmanager
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import numpy as np

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -125,8 +125,8 @@ class Strategy(ABC):
         """
 
     @abstractmethod
-    def updating(self) -> AbstractContextManager[None]:
-        """Collective: the optimizer's own `step` runs inside; afterwards every rank has the new weights."""
+    def update(self, step: Callable[[], Any]) -> None:
+        """Collective: lets the optimizer's own `step` work; afterwards every rank has the new weights."""
 
     @abstractmethod
     def presence(self) -> list[bool]:

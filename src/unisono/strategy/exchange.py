@@ -182,8 +182,7 @@ class Exchange:
         number = self._number(unit)
         seed_all(derive_seed(self._seed, "update", step, number), self._device)
         if self._total(unit, ranks) > 0:
-            with unit.strategy.updating():
-                unit.update()
+            unit.strategy.update(unit.update)
             if may_draw(unit.strategy.optimizer):
                 seed_all(derive_seed(self._seed, "updated", step, number), self._device)
         for schedule in unit.schedules:

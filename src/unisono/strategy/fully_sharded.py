@@ -12,7 +12,7 @@ Not built on `torch.distributed.fsdp.fully_shard`: see docs/design/0005-zero3.md
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from unisono.errors import InputError
 from unisono.strategy.base import StepPlan
 from unisono.strategy.blocks import repeated_blocks
 from unisono.strategy.flat import BUCKET_BYTES, FlatGroup
+from unisono.strategy.offload import Offload
 from unisono.strategy.pieces import is_elementwise
 from unisono.strategy.reduction import Partition
 from unisono.strategy.sharded import GradientShardedStrategy
@@ -68,9 +69,10 @@ class FullyShardedStrategy(GradientShardedStrategy):
         optimizer: torch.optim.Optimizer,
         names: dict[int, str],
         bucket_bytes: int = BUCKET_BYTES,
+        offload: Offload | None = None,
         shard_size: int | None = None,
     ) -> None:
-        super().__init__(comm, optimizer, names, bucket_bytes)
+        super().__init__(comm, optimizer, names, bucket_bytes, offload)
         self._shard_size = comm.world_size if shard_size is None else shard_size
         self._units: dict[int, _Unit] = {REST: _Unit()}
         self._numbers: dict[int, int] = {}
@@ -176,9 +178,9 @@ class FullyShardedStrategy(GradientShardedStrategy):
                 weights.keep()
             self._free_all()
 
-    def updating(self) -> AbstractContextManager[None]:
+    def update(self, step: Callable[[], Any]) -> None:
         self._free_all()  # what was gathered would be old
-        return super().updating()
+        super().update(step)
 
 
 class HybridShardedStrategy(FullyShardedStrategy):

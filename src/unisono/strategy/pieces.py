@@ -8,8 +8,7 @@ each on one rank. Outside of the update `param_groups` lists the model's own par
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from unisono.comm.api import Collectives
 from unisono.errors import InputError
 from unisono.numerics.seeds import generators_state
 from unisono.strategy.flat import FlatGroup, view_of
+from unisono.strategy.offload import DiskShelf, Offload
 from unisono.strategy.weights import FlatWeights, joined
 
 # Each element's update depends on that element alone. Others (Muon, Adafactor, LAMB, any class that is not torch's
@@ -63,21 +63,37 @@ class _Piece:
     """A rank's part of one parameter.
 
     Attributes:
-        tensor: What the optimizer sees: a part of the flat weights.
+        tensor: What the optimizer sees: a part of the flat weights, or its copy on the host.
         place: Its range in the flat vector.
     """
 
-    def __init__(self, weights: FlatWeights, position: int, place: range, whole: bool) -> None:
+    def __init__(self, weights: FlatWeights, position: int, place: range, *, whole: bool, on_host: bool) -> None:
         self.param = weights.group.params[position]
         self.segment, self.template = weights.group.layout.segments[position], weights.group.templates[position]
-        self.place = place
+        self.place, self._part = place, weights.part(place)
         self.whole = whole or self.param.dim() == 0  # whose state could not be told from a count of steps
-        self.tensor = nn.Parameter(self.view(weights.part(place)), self.param.requires_grad)
+        self._on_host = on_host
+        memory = self._part.to("cpu", copy=True) if on_host else self._part
+        self.tensor = nn.Parameter(self._view(memory), self.param.requires_grad)
         self.tensor.__dict__.update(self.param.__dict__)  # marks that the user's code may look for
 
-    def view(self, flat: torch.Tensor) -> torch.Tensor:
-        """Returns `flat`, of the piece's range, as the optimizer is to see it."""
+    def _view(self, flat: torch.Tensor) -> torch.Tensor:
         return view_of(flat, self.segment, self.template, 0) if self.whole else flat
+
+    def take(self, gradient: torch.Tensor) -> None:
+        """Gives the optimizer the gradient of the piece's range."""
+        self.tensor.grad = self._view(gradient.to("cpu") if self._on_host else gradient)
+
+    def fetch(self) -> None:
+        """Brings the weights to the host, where the optimizer works on a copy."""
+        if self._on_host:
+            self.tensor.detach().copy_(self._view(self._part))
+
+    def done(self) -> None:
+        """Brings what was updated back, and lets go of the gradient."""
+        if self._on_host and self.tensor.grad is not None:
+            self._view(self._part).copy_(self.tensor.detach())
+        self.tensor.grad = None
 
 
 class Pieces:
@@ -87,15 +103,20 @@ class Pieces:
         comm: The ranks.
         optimizer: The user's own object.
         sharded: Whether other ranks update what this one does not.
+        offload: Where state goes, if not beside the weights.
     """
 
-    def __init__(self, comm: Collectives, optimizer: optim.Optimizer, *, sharded: bool) -> None:
+    def __init__(
+        self, comm: Collectives, optimizer: optim.Optimizer, *, sharded: bool, offload: Offload | None = None
+    ) -> None:
         self.comm, self.optimizer, self.sharded = comm, optimizer, sharded
         self._whole = not is_elementwise(optimizer)
         self.device = next((p.device for group in optimizer.param_groups for p in group["params"]), torch.device("cpu"))
         self._weights: list[tuple[FlatWeights, list[_Piece]]] = []
         self._of: dict[int, list[_Piece]] = defaultdict(list)
         self._state: defaultdict[torch.Tensor, Any] = defaultdict(dict)
+        self._on_host = offload is not None and offload.kind == "cpu"
+        self._shelf = DiskShelf(offload.folder) if offload is not None and offload.kind == "disk" else None
 
     def __contains__(self, group: FlatGroup) -> bool:
         return any(weights.group is group for weights, _ in self._weights)
@@ -109,7 +130,9 @@ class Pieces:
         pieces = []
         for position, segment in enumerate(weights.group.layout.segments):
             inside = [range(max(s.start, segment.offset), min(s.stop, segment.stop)) for s in weights.own]
-            pieces += [_Piece(weights, position, place, self._whole) for place in joined(inside)]
+            pieces += [
+                _Piece(weights, position, place, whole=self._whole, on_host=self._on_host) for place in joined(inside)
+            ]
         self._weights.append((weights, pieces))
         for piece in pieces:
             self._of[id(piece.param)].append(piece)
@@ -124,44 +147,71 @@ class Pieces:
         """
         there = {id(param): found for param, found in zip(group.params, present, strict=True)}
         for piece in next((pieces for weights, pieces in self._weights if weights.group is group), ()):
-            piece.tensor.grad = piece.view(gradient(piece.place)) if there[id(piece.param)] else None
+            piece.tensor.grad = None
+            if there[id(piece.param)]:
+                piece.take(gradient(piece.place))
 
-    @contextmanager
-    def in_place(self) -> Iterator[None]:
-        """The optimizer sees this rank's pieces; afterwards all ranks have all weights. Collective."""
+    @torch.no_grad()
+    def update(self, step: Callable[[], Any]) -> None:
+        """Lets the optimizer's own `step` work on this rank's pieces; then all ranks have all weights. Collective.
+
+        Raises:
+            InputError: it drew random numbers, where what a rank draws depends on what it owns.
+        """
         optimizer = self.optimizer
         params = [group["params"] for group in optimizer.param_groups]
-        hooks, state = optimizer._optimizer_step_post_hooks, optimizer.state
+        pre_hooks, post_hooks = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+        state = optimizer.state
         self._take_over(state)
         optimizer.state = self._state
-        if self.sharded:  # they may look at the weights, which are whole only when the ranks have told each other
-            optimizer._optimizer_step_post_hooks = OrderedDict()
-        for group, own in zip(optimizer.param_groups, params, strict=True):
-            group["params"] = [piece.tensor for param in own for piece in self._of.get(id(param), ())]
-        # torch's own optimizers draw nothing; others are asked, since what a rank draws depends on what it owns.
         before = generators_state(self.device) if self.sharded and self._whole else None
         try:
-            yield
-            if before is not None and generators_state(self.device) != before:
-                raise InputError(
-                    f"{type(optimizer).__name__} draws random numbers in its update, which in shards would "
-                    "depend on the number of processes: use the strategy ddp"
-                )
+            self._show(params)
+            for hook in pre_hooks.values():
+                hook(optimizer, (), {})
+            optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+            self._step(step, params)
         finally:
             for group, own in zip(optimizer.param_groups, params, strict=True):
                 group["params"] = own
-            optimizer.state, optimizer._optimizer_step_post_hooks = state, hooks
+            optimizer.state = state
+            optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks = pre_hooks, post_hooks
+        if before is not None and generators_state(self.device) != before:
+            raise InputError(
+                f"{type(optimizer).__name__} draws random numbers in its update, which in shards would depend on the "
+                "number of processes: use the strategy ddp"
+            )
         self._share()
-        if self.sharded:
-            for hook in hooks.values():
-                hook(optimizer, (), {})
+        for hook in post_hooks.values():  # only now: they may look at the weights
+            hook(optimizer, (), {})
+
+    def _show(self, params: Sequence[Sequence[torch.Tensor]], only: _Piece | None = None) -> None:
+        """Puts the pieces, or one of them, in the place of parameters."""
+        for group, own in zip(self.optimizer.param_groups, params, strict=True):
+            pieces = [piece for param in own for piece in self._of.get(id(param), ())]
+            group["params"] = [piece.tensor for piece in pieces if only is None or piece is only]
+
+    def _step(self, step: Callable[[], Any], params: Sequence[Sequence[torch.Tensor]]) -> None:
+        every = [piece for _, pieces in self._weights for piece in pieces]
+        for piece in every:
+            piece.fetch()
+        if self._shelf is None:
+            step()
+        elif self._whole:  # which might count its steps, so it makes one
+            step()
+            for piece in every:
+                self._shelf.put(id(piece), self._state.get(piece.tensor, {}))
+        else:
+            for piece in every:
+                if piece.tensor.grad is not None:
+                    self._show(params, piece)
+                    step()
+                    self._shelf.put(id(piece), self._state[piece.tensor])
+        for piece in every:
+            piece.done()
 
     def _share(self) -> None:
-        arrivals = [arrival for weights, _ in self._weights for arrival in weights.share()]
-        for _, pieces in self._weights:
-            for piece in pieces:
-                piece.tensor.grad = None
-        for arrival in arrivals:
+        for arrival in [arrival for weights, _ in self._weights for arrival in weights.share()]:
             arrival.wait()
         # The parameters were written to through other tensors; a graph that saved them must not be used again.
         torch.autograd.graph.increment_version([p for weights, _ in self._weights for p in weights.group.params])

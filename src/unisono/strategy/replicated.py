@@ -6,14 +6,15 @@ with the order of additions in our hands.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
 from unisono.comm.api import Collectives
 from unisono.strategy.flat import BUCKET_BYTES, ONE_SHOT_BYTES, FlatBuffer, FlatGroup
 from unisono.strategy.gradients import GradientStrategy
+from unisono.strategy.offload import Offload
 from unisono.strategy.pieces import Pieces, needs_padding
 from unisono.strategy.reduction import Partition
 from unisono.strategy.weights import FlatWeights
@@ -36,11 +37,12 @@ class ReplicatedStrategy(GradientStrategy):
         names: dict[int, str],
         bucket_bytes: int = BUCKET_BYTES,
         one_shot_bytes: int = ONE_SHOT_BYTES,
+        offload: Offload | None = None,
     ) -> None:
         super().__init__(comm, optimizer, names, bucket_bytes)
         self._one_shot_bytes = one_shot_bytes
-        self._pieces = Pieces(comm, optimizer, sharded=False)
-        self._padded = False
+        self._pieces = Pieces(comm, optimizer, sharded=False, offload=offload)
+        self._padded = offload is not None
 
     def _partition(self, group: FlatGroup) -> Partition:
         self._padded = self._padded or needs_padding(self.optimizer, group.dtype)
@@ -58,5 +60,8 @@ class ReplicatedStrategy(GradientStrategy):
             param.grad = result.views[position] if present[position] else None
         self._pieces.set_gradients(group, lambda place: result.flat[place.start : place.stop], present)
 
-    def updating(self) -> AbstractContextManager[None]:
-        return self._pieces.in_place() if self._padded else nullcontext()
+    def update(self, step: Callable[[], Any]) -> None:
+        if self._padded:
+            self._pieces.update(step)
+        else:
+            step()

@@ -57,7 +57,6 @@ class Rounds:
         ]
         self._positions = [[k for k, slot in enumerate(self._slot_of) if slot == n] for n in range(len(self._buckets))]
         self._trees: list[TreeAccumulator[torch.Tensor]] = []
-        self._pools: list[list[FlatBuffer]] = [[] for _ in self._buckets]
         self._flights: list[_Flight] = []
         self._leaves: Sequence[int | None] = ()
         self._launched = self._round = 0
@@ -141,7 +140,7 @@ class Rounds:
         bucket, shards, rank = self._buckets[slot], self.partition.shards[slot], self.comm.rank
         buffer = None
         if self._leaves[rank] is not None:
-            buffer = self._pools[slot].pop() if self._pools[slot] else self.group.buffer_of(bucket)
+            buffer = self.group.buffer_of(bucket)
             self.group.write(buffer, self._positions[slot], self._scale())
         if self.armed:
             for position in self._positions[slot]:
@@ -166,16 +165,14 @@ class Rounds:
         flight.pending.wait()
         tree, leaf = self._trees[flight.slot], self._leaves[self.comm.rank]
         if flight.buffer is not None and leaf is not None:
-            start = self._buckets[flight.slot].start
-            shard = self.partition.shards[flight.slot][self.comm.rank]
-            tree.add(leaf, flight.buffer.flat[shard.start - start : shard.stop - start].clone())
-            self._pools[flight.slot].append(flight.buffer)
+            bucket, shard = self._buckets[flight.slot], self.partition.shards[flight.slot][self.comm.rank]
+            part = flight.buffer.flat[shard.start - bucket.start : shard.stop - bucket.start]
+            tree.add(leaf, part if shard == bucket else part.clone())  # a view would keep the whole bucket
         for other, value in flight.arrivals:
             tree.add(other, value)
 
     def results(self) -> list[torch.Tensor]:
-        """Returns the sum of this rank's shard of each bucket, and gives up the buffers."""
-        self._pools = [[] for _ in self._buckets]
+        """Returns the sum of this rank's shard of each bucket."""
         return [tree.result() for tree in self._trees]
 
 

@@ -8,7 +8,7 @@ After the reduce-scatter of the gradients each rank updates what it owns, then s
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 from torch.utils.hooks import RemovableHandle
@@ -18,6 +18,7 @@ from unisono.strategy.base import StepPlan
 from unisono.strategy.flat import BUCKET_BYTES, FlatBuffer, FlatGroup
 from unisono.strategy.gradients import GradientStrategy
 from unisono.strategy.grouped import GroupedStrategy, clip_factor
+from unisono.strategy.offload import Offload
 from unisono.strategy.pieces import Pieces, is_elementwise
 from unisono.strategy.reduction import RESULTS, Norms, Partition
 from unisono.strategy.rounds import Rounds
@@ -36,9 +37,10 @@ class OptimizerShardedStrategy(GradientStrategy):
         optimizer: torch.optim.Optimizer,
         names: dict[int, str],
         bucket_bytes: int = BUCKET_BYTES,
+        offload: Offload | None = None,
     ) -> None:
         super().__init__(comm, optimizer, names, bucket_bytes)
-        self._pieces = Pieces(comm, optimizer, sharded=True)
+        self._pieces = Pieces(comm, optimizer, sharded=True, offload=offload)
 
     def _partition(self, group: FlatGroup) -> Partition:
         partition = Partition(group, self.comm, whole=not is_elementwise(self.optimizer))
@@ -50,8 +52,8 @@ class OptimizerShardedStrategy(GradientStrategy):
             param.grad = None
         self._pieces.set_gradients(group, lambda place: result.flat[place.start : place.stop], present)
 
-    def updating(self) -> AbstractContextManager[None]:
-        return self._pieces.in_place()
+    def update(self, step: Callable[[], Any]) -> None:
+        self._pieces.update(step)
 
 
 class GradientShardedStrategy(GroupedStrategy):
@@ -67,9 +69,10 @@ class GradientShardedStrategy(GroupedStrategy):
         optimizer: torch.optim.Optimizer,
         names: dict[int, str],
         bucket_bytes: int = BUCKET_BYTES,
+        offload: Offload | None = None,
     ) -> None:
         super().__init__(comm, optimizer, names, bucket_bytes)
-        self._pieces = Pieces(comm, optimizer, sharded=True)
+        self._pieces = Pieces(comm, optimizer, sharded=True, offload=offload)
         self._rounds: list[Rounds] = []
         self._hooks: list[RemovableHandle] = []
 
@@ -153,5 +156,5 @@ class GradientShardedStrategy(GroupedStrategy):
             start += len(group.params)
         return norm
 
-    def updating(self) -> AbstractContextManager[None]:
-        return self._pieces.in_place()
+    def update(self, step: Callable[[], Any]) -> None:
+        self._pieces.update(step)
