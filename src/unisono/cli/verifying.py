@@ -54,8 +54,8 @@ def _show(
 ) -> None:
     console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else 120)
     by_cell = {finding.cell: finding for finding in findings}
-    title = f"{job.source}: weights after each of {grid.num_steps} steps, beside ddp on one process"
-    table = Table(title=title, title_justify="left")
+    console.print(f"{job.source}: weights after each of {grid.num_steps} steps, beside ddp on one process")
+    table = Table()
     table.add_column("strategy")
     for world in worlds:
         table.add_column(f"{world} process{'es' * (world > 1)}")

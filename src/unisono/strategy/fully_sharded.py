@@ -27,6 +27,7 @@ from unisono.strategy.flat import BUCKET_BYTES, FlatGroup
 from unisono.strategy.offload import Offload
 from unisono.strategy.pieces import is_elementwise
 from unisono.strategy.reduction import Partition
+from unisono.strategy.rounds import Rounds
 from unisono.strategy.sharded import GradientShardedStrategy
 from unisono.strategy.team import Team
 from unisono.strategy.weights import FlatWeights
@@ -39,10 +40,12 @@ class _Unit:
 
     Attributes:
         weights: One for each dtype and device.
+        rounds: The exchanges of their gradients.
     """
 
     def __init__(self) -> None:
         self.weights: list[FlatWeights] = []
+        self.rounds: list[Rounds] = []
 
     def gather(self) -> None:
         for weights in self.weights:
@@ -51,6 +54,54 @@ class _Unit:
     def free(self) -> None:
         for weights in self.weights:
             weights.free()
+
+
+class _Sweep:
+    """The blocks of one model, gathered in one order on all ranks: forwards, then backwards.
+
+    A gather takes all ranks. One whose data took another way past some blocks (experts) gathers these too, and frees
+    them at once, before it goes on: so nobody waits for it. Blocks that come again, or out of order, are gathered where
+    they come, which then has to be alike on all ranks.
+    """
+
+    def __init__(self) -> None:
+        self.units: list[_Unit] = []
+        self._next = 0
+        self._left: int | None = None  # of the backward pass, from the last one down
+
+    def forward(self, unit: _Unit) -> None:
+        """Gathers a block for its forward, and lets those before it pass by."""
+        place = self.units.index(unit)
+        if place >= self._next:
+            self._pass(self.units[self._next : place])
+            self._next = place + 1
+        unit.gather()
+
+    def end_forward(self) -> None:
+        """Lets the rest pass by."""
+        self._pass(self.units[self._next :])
+        self._next, self._left = 0, len(self.units)
+
+    def backward(self, unit: _Unit) -> None:
+        """Gathers a block for its backward, and lets those after it pass by."""
+        place = self.units.index(unit)
+        if self._left is not None and place < self._left:
+            self._pass(self.units[place + 1 : self._left][::-1], backward=True)
+            self._left = place
+        unit.gather()
+
+    def end(self) -> None:
+        """Ends the micro-batch: what a backward has begun passes by."""
+        if self._left is not None and self._left < len(self.units):
+            self._pass(self.units[: self._left][::-1], backward=True)
+        self._next, self._left = 0, None
+
+    def _pass(self, units: Sequence[_Unit], backward: bool = False) -> None:
+        for unit in units:
+            unit.gather()
+            unit.free()
+            for rounds in unit.rounds if backward else ():
+                rounds.pass_by()  # or its owner would wait for gradients that do not come before the end
 
 
 class FullyShardedStrategy(GradientShardedStrategy):
@@ -76,6 +127,7 @@ class FullyShardedStrategy(GradientShardedStrategy):
         self._shard_size = comm.world_size if shard_size is None else shard_size
         self._units: dict[int, _Unit] = {REST: _Unit()}
         self._numbers: dict[int, int] = {}
+        self._sweeps: list[_Sweep] = []
         self._backward: _Unit | None = None
         self._held = False
 
@@ -84,22 +136,24 @@ class FullyShardedStrategy(GradientShardedStrategy):
             return
         holders: dict[int, set[int]] = {}
         for model in models:
-            blocks = repeated_blocks(model)
+            blocks, sweep = repeated_blocks(model), _Sweep()
+            self._sweeps.append(sweep)
             inside = {}
             for block in blocks:
                 number = len(self._units)
                 self._units[number] = _Unit()
                 inside.update({id(module): number for module in block.modules()})
-                block.register_forward_pre_hook(self._before_forward(self._units[number]))
-                block.register_forward_hook(self._after_forward(self._units[number]), always_call=True)
+                sweep.units.append(self._units[number])
+                block.register_forward_pre_hook(self._before_forward(sweep, self._units[number]))
+                block.register_forward_hook(self._after_forward(sweep, self._units[number]), always_call=True)
             for module in model.modules():
                 number = inside.get(id(module), REST)
                 own = list(module.parameters(recurse=False))
                 for param in own:
                     holders.setdefault(id(param), set()).add(number)
                 if own and number == REST:
-                    module.register_forward_pre_hook(self._before_forward(self._units[REST]))
-            model.register_forward_hook(self._after_model)
+                    module.register_forward_pre_hook(lambda module, args: self._units[REST].gather())
+            model.register_forward_hook(self._after_model(sweep))
             model.register_state_dict_pre_hook(self._check_state_dict)  # type: ignore[no-untyped-call]
         # A parameter that two blocks share, or a block and the rest, is there for both.
         self._numbers = {key: min(found) if len(found) == 1 else REST for key, found in holders.items()}
@@ -118,31 +172,44 @@ class FullyShardedStrategy(GradientShardedStrategy):
             unit.gather()
         return unit.weights[-1]
 
+    def _begin_group(self, group: FlatGroup, partition: Partition, plan: StepPlan) -> None:
+        super()._begin_group(group, partition, plan)
+        self._units[self._numbers.get(id(group.params[0]), REST)].rounds.append(self._rounds[-1])
+
     # Hooks
 
-    def _before_forward(self, unit: _Unit) -> Callable[..., None]:
-        return lambda module, args: unit.gather()
+    def _before_forward(self, sweep: _Sweep, unit: _Unit) -> Callable[..., None]:
+        def gather(module: nn.Module, args: Any) -> None:
+            if unit is not self._backward:  # else it is a checkpoint's second forward
+                sweep.forward(unit)
 
-    def _after_forward(self, unit: _Unit) -> Callable[..., None]:
+        return gather
+
+    def _after_forward(self, sweep: _Sweep, unit: _Unit) -> Callable[..., None]:
         def free(module: nn.Module, args: Any, output: Any) -> None:
             if torch.is_grad_enabled():
-                _on_gradient(output, lambda: self._before_backward(unit))
-            if not self._held and unit is not self._backward:  # in backward, it is a checkpoint's second forward
+                _on_gradient(output, lambda: self._before_backward(sweep, unit))
+            if not self._held and unit is not self._backward:
                 unit.free()
 
         return free
 
-    def _before_backward(self, unit: _Unit) -> None:
+    def _before_backward(self, sweep: _Sweep, unit: _Unit) -> None:
         """The gradient of a unit's output is there, so what came after it in the forward is done."""
         if unit is not self._backward:
             if self._backward is not None and not self._held:
                 self._backward.free()
             self._backward = unit
-            unit.gather()
+            sweep.backward(unit)
 
-    def _after_model(self, module: nn.Module, args: Any, output: Any) -> None:
-        if not torch.is_grad_enabled() and not self._held:
-            self._units[REST].free()
+    def _after_model(self, sweep: _Sweep) -> Callable[..., None]:
+        def end(module: nn.Module, args: Any, output: Any) -> None:
+            if not self._held:
+                sweep.end_forward()
+            if not torch.is_grad_enabled() and not self._held:
+                self._units[REST].free()
+
+        return end
 
     def _check_state_dict(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
         if not all(weights.gathered for unit in self._units.values() for weights in unit.weights):
@@ -151,6 +218,11 @@ class FullyShardedStrategy(GradientShardedStrategy):
                 "every rank, or use `with run.whole():`"
             )
 
+    def _end_micro_batch(self) -> None:
+        for sweep in self._sweeps:
+            sweep.end()
+        self._free_all()
+
     def _free_all(self) -> None:
         self._backward = None
         if not self._held:
@@ -158,12 +230,12 @@ class FullyShardedStrategy(GradientShardedStrategy):
                 unit.free()
 
     def add_micro_batch(self, plan: StepPlan, leaf: int | None, scale: float) -> None:
+        self._end_micro_batch()
         super().add_micro_batch(plan, leaf, scale)
-        self._free_all()
 
     def skip_micro_batch(self, plan: StepPlan) -> None:
+        self._end_micro_batch()
         super().skip_micro_batch(plan)
-        self._free_all()
 
     @contextmanager
     def whole(self) -> Iterator[None]:

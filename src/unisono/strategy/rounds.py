@@ -109,6 +109,12 @@ class Rounds:
         self._launched, self._arrived = 0, [set() for _ in self._buckets]
         self._scale, self.armed = scale, armed
 
+    def pass_by(self) -> None:
+        """Told in the midst of a backward that it will not come here: what is missing counts as there."""
+        if self.armed:
+            self._arrived = [set(positions) for positions in self._positions]
+            self._launch_ready()
+
     def finish(self) -> None:
         """Collective: exchanges what backward did not reach, and adds up."""
         self.armed = False
