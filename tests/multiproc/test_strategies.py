@@ -301,3 +301,31 @@ def user_clipping(strategy: str) -> None:
 def test_clipping_gradients_that_have_left_is_an_error(strategy: str) -> None:
     for outcome in outcomes_of_world(1, user_clipping, strategy):
         assert "single memory location" in str(outcome.error)
+
+
+def adversarial(strategy: str) -> tuple[str, str]:
+    """A GAN: two optimizers, two backward passes into one of them, and one through it into the other."""
+    with unisono.init(seed=5, strategy=strategy) as run:
+        maker = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 6))
+        judge = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 1))
+        samples = torch.utils.data.TensorDataset(data().tensors[0])
+        maker, first, loader = run.prepare(maker, adamw(maker), samples, global_batch=12, micro_batch=4)
+        judge, second = run.prepare(judge, adamw(judge))
+        before = run.weights_digest()
+        for (x,) in loader:
+            noise, yes, no = torch.randn(len(x), 4), torch.ones(len(x), 1), torch.zeros(len(x), 1)
+            second.zero_grad()
+            F.binary_cross_entropy_with_logits(judge(x), yes).backward()
+            F.binary_cross_entropy_with_logits(judge(maker(noise).detach()), no).backward()
+            second.step()
+            first.zero_grad()
+            F.binary_cross_entropy_with_logits(judge(maker(noise)), yes).backward()
+            first.step()
+        return before, run.weights_digest()
+
+
+def test_a_gan_under_every_strategy() -> None:
+    alone = run_world(1, adversarial, "ddp")[0]
+    assert alone[0] != alone[1]
+    for strategy in ("ddp", *SHARDED):
+        assert run_world(3, adversarial, strategy) == [alone] * 3
