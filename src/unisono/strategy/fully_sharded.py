@@ -80,7 +80,9 @@ class _Sweep:
     def end_forward(self) -> None:
         """Lets the rest pass by."""
         self._pass(self.units[self._next :])
-        self._next, self._left = 0, len(self.units)
+        self._next = 0
+        if torch.is_grad_enabled():
+            self._left = len(self.units)
 
     def backward(self, unit: _Unit) -> None:
         """Gathers a block for its backward, and lets those after it pass by."""
@@ -91,8 +93,8 @@ class _Sweep:
         unit.gather()
 
     def end(self) -> None:
-        """Ends the micro-batch: what a backward has begun passes by."""
-        if self._left is not None and self._left < len(self.units):
+        """Ends the micro-batch: what no backward has come to passes by."""
+        if self._left is not None:
             self._pass(self.units[: self._left][::-1], backward=True)
         self._next, self._left = 0, None
 
