@@ -144,9 +144,11 @@ def train_forked() -> Any:
             model(x, run.step == 0 and label.item() == 1).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
-        assert torch.equal(model.frozen.weight, frozen)
-        assert not torch.equal(model.odd.weight, odd)
-        return run.weights_digest(), model.never.tolist(), notes
+        with run.whole():
+            assert torch.equal(model.frozen.weight, frozen)
+            assert not torch.equal(model.odd.weight, odd)
+            never = model.never.tolist()
+        return run.weights_digest(), never, notes
 
 
 def test_case_10_unused_frozen_and_never_used_parameters() -> None:
@@ -289,13 +291,21 @@ def train_gan(style: str) -> Any:
                     opt_g.step()
                 if style == "log":
                     run.log(fake=fake.mean())
-        return run.weights_digest(), len(opt_g.state), run.step
+        return run.weights_digest(), len(opt_g.state_dict()["state"]), run.step
 
 
 def test_case_22_gan_with_different_numbers_of_updates() -> None:
     digest, states, steps = same_on_all(train_gan, "")
     assert (states, steps) == (6, 6)
     assert same_on_all(train_gan, "log", worlds=(1, 3))[0] == digest, "logging cannot show in the weights"
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3"])
+def test_cases_10_21_and_22_under_every_strategy(strategy: str) -> None:
+    for function, args in ((train_forked, ()), (train_tied, ()), (train_gan, ("",))):
+        expected = run_world(1, function, *args)[0]
+        for world_size in (2, 3):
+            assert run_world(world_size, function, *args, strategy=strategy) == [expected] * world_size
 
 
 def count_by_local_index() -> Any:
