@@ -35,6 +35,7 @@ class Preparation:
     Attributes:
         models: By name.
         micro_batch: Of the first loader: what evaluation uses too, so that no world size can show.
+        forward: How the models' forwards are executed.
     """
 
     def __init__(
@@ -51,7 +52,7 @@ class Preparation:
     ) -> None:
         self._session, self._stepper, self._timer = session, stepper, timer
         self._seed, self._factory, self._options = seed, STRATEGIES[strategy], options
-        self._forward, self._on_note = forward, on_note
+        self.forward, self._on_note = forward, on_note
         self.models: dict[str, nn.Module] = {}
         self.micro_batch: int | None = None
 
@@ -78,7 +79,7 @@ class Preparation:
         tensors = {id(tensor): tensor.detach() for tensor in [*model.parameters(), *model.buffers()]}
         self._session.comm.broadcast(list(tensors.values()))
         sharded = self._factory.shards_weights and self._session.comm.world_size > 1
-        self._forward.apply(model, self._session.device.type, hooks_inside=sharded, on_note=self._on_note)
+        self.forward.apply(model, self._session.device.type, hooks_inside=sharded, on_note=self._on_note)
         self._stepper.add_model(model)
         # A scripted model takes no hooks: a plain `loss.backward()` of it counts as forward time.
         if not isinstance(model, torch.jit.ScriptModule):

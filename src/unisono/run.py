@@ -8,6 +8,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar, overload
@@ -354,6 +355,7 @@ class Run:
             "weights_digest": self.weights_digest() if self._prepared.models else None,
             "nproc": self.world_size,
             "strategy": self.strategy,
+            **asdict(self._prepared.forward),
             "restarts": self._session.place.restarts,
             **self.ledger.summary(),
         }

@@ -198,6 +198,21 @@ def test_a_block_of_two_models_is_wrapped_once() -> None:
     assert not isinstance(wrapped.__wrapped__, Wrapped)
 
 
+def test_a_model_that_was_compiled_before_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    inplace = Plain()
+    inplace.compile(backend="eager")
+    for model in (torch.compile(Plain(), backend="eager"), inplace):
+        (said,) = apply(model)
+        assert said.startswith("this model was compiled before prepare, ")
+
+
+def test_a_model_is_mixed_once() -> None:
+    model = Net(Plain)
+    for _ in range(2):
+        apply(model, precision="bf16-mixed")
+    assert not isinstance(model.__dict__["forward"].__wrapped__, Wrapped)
+
+
 def test_a_scripted_model_is_refused() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)

@@ -100,6 +100,9 @@ def test_the_most_processes_that_can_share_a_step(batch: int, micro: int | None,
         ({"seed": 1.5}, "Recipe.seed must be an integer, got 1.5"),
         ({"seed": False}, "Recipe.seed must be an integer, got False"),
         ({"precision": "float8"}, "Recipe.precision must be one of float32, bf16-mixed, got 'float8'"),
+        ({"precision": ["bf16-mixed"]}, "Recipe.precision must be one of float32, bf16-mixed, got ['bf16-mixed']"),
+        ({"precision": "bf16"}, "got 'bf16' (did you mean 'bf16-mixed'?)"),
+        ({"compile": 1}, "Recipe.compile must be True or False, got 1"),
         ({"clip_norm": 0}, "Recipe.clip_norm must be a positive number or None, got 0"),
         ({"clip_norm": float("nan")}, "Recipe.clip_norm must be a positive number or None, got nan"),
         ({"clip_norm": "1"}, "Recipe.clip_norm must be a positive number or None, got '1'"),
@@ -290,6 +293,7 @@ def test_the_digest_depends_on_what_defines_the_run_and_nothing_else(write: Call
 
 
 CHANGES = {"seed": 1, "micro_batch": 7, "threads": 2, "clip_norm": 2.0, "drop_last": True, "epochs": 2}
+CHANGES |= {"precision": "bf16-mixed", "compile": True}
 
 
 def test_with_steps_wins_over_epochs(write: Callable[..., str]) -> None:
@@ -300,6 +304,17 @@ def test_with_steps_wins_over_epochs(write: Callable[..., str]) -> None:
     assert (found.recipe.steps, found.recipe.epochs) == (None, 3)
     with pytest.raises(InputError, match="--steps must be a positive integer, got 0"):
         found.with_steps(0)
+
+
+def test_flags_change_the_recipe_and_say_so(write: Callable[..., str]) -> None:
+    found = load_recipe(write(f"def recipe():\n    {MAKE} global_batch=2, compile=True)\n"))
+    assert found.with_flags().digest == found.digest
+    changed = found.with_flags(precision="bf16-mixed", compile=False)
+    assert (changed.recipe.precision, changed.recipe.compile) == ("bf16-mixed", False)
+    assert changed.origins == {"precision": "--precision", "compile": "--compile"}
+    assert changed.digest not in (found.digest, found.with_flags(compile=False).digest)
+    with pytest.raises(InputError, match=r"^--precision must be one of float32, bf16-mixed, got 'fp16'"):
+        found.with_flags(precision="fp16")
 
 
 def test_functions_as_options_do_not_make_the_digest_unstable(write: Callable[..., str]) -> None:

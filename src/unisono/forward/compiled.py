@@ -11,12 +11,14 @@ from torch import nn
 from unisono.errors import InputError
 from unisono.forward.wrapped import Wrapped
 
-# Kernels of one function: for each shape, for training and evaluation. As many as torch takes at all.
+# Kernels of one function, one for each shape. As many as torch takes at all.
 _MOST = 256
 
 
 class Compiled(Wrapped):
-    """Compiles a module's forward when it is first called, and again for every other shape.
+    """Compiles a module's forward when it is first called in training, and again for every other shape.
+
+    What makes no gradients runs uncompiled: a text that grows by a token at a time would have hundreds of shapes.
 
     Never for shapes in general: torch's default does so as soon as it meets a second shape, and which shapes a rank
     meets, and in what order, depends on the number of ranks. For the same reason what cannot be compiled any more is
@@ -28,6 +30,8 @@ class Compiled(Wrapped):
         self._function: Callable[..., Any] | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return self.__wrapped__(*args, **kwargs)
         if self._function is None:
             torch._dynamo.config.fail_on_recompile_limit_hit = True
             self._function = torch.compile(  # type: ignore[call-overload]  # recompile_limit is in no overload
@@ -62,7 +66,7 @@ def check_compiler() -> None:
 
     try:
         get_cpp_compiler()
-    except InvalidCxxCompiler:
+    except (InvalidCxxCompiler, OSError):  # the latter where CXX names what cannot be run
         raise InputError(
             "compile needs a C++ compiler and torch finds none on this machine: install g++, or name one in the "
             "environment variable CXX, or leave compile out"

@@ -45,6 +45,12 @@ class ForwardOptions:
         if isinstance(model, torch.jit.ScriptModule) and (self.compile or self.precision != FLOAT32):
             what = "compile" if self.compile else f"precision {self.precision}"
             raise InputError(f"{what} does not work on a scripted model: pass the model itself to prepare")
+        if is_compiled_already(model):
+            on_note(
+                "this model was compiled before prepare, and which kernels it gets depends on the shapes that a rank "
+                "meets: where micro-batches differ in shape, the number of processes may show; use "
+                "unisono.init(compile=True) instead"
+            )
         blocks = composite_blocks(model) if self.compile or self.recompute else {}
         if self.compile:
             if not blocks and hooks_inside:
@@ -62,11 +68,16 @@ class ForwardOptions:
                     Recomputed(module)
             nothing = "no module of the same class comes twice in a ModuleList or Sequential, so nothing is recomputed"
             on_note(f"recompute: {_said(blocks) if blocks else nothing}")
-        if self.precision != FLOAT32:
+        if self.precision != FLOAT32 and not Mixed.is_on(model):
             Mixed(model, device_type)
 
 
 EAGER = ForwardOptions()
+
+
+def is_compiled_already(model: nn.Module) -> bool:
+    """Whether a model is the result of `torch.compile(model)`, or of `model.compile()`."""
+    return "_orig_mod" in model._modules or model.__dict__.get("_compiled_call_impl") is not None
 
 
 def composite_blocks(model: nn.Module) -> dict[str, nn.Module]:
