@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from unisono.errors import InputError, require_positive_int
+from unisono.execution import Execution
 from unisono.forward.compiled import check_compiler
 from unisono.forward.options import ForwardOptions
 from unisono.launch.environment import Place, detect, usable_cores
-from unisono.launch.session import open_session
+from unisono.launch.session import open_session, pick_device
 from unisono.recipe import FLOAT32, check_precision
 from unisono.run import Run
 from unisono.strategy.catalog import strategy_name, strategy_options
-from unisono.strategy.offload import Offload
 
 
 def init(
@@ -46,8 +45,10 @@ def init(
         offload: Where the optimizer's state goes: "disk" into files that are mapped into memory; "cpu", for
             accelerators, into the host's memory, where the update then runs.
         offload_dir: An existing folder for "disk", on a disk. Default: the system's place for temporary files.
-        precision: "float32", or "bf16-mixed": the forward of prepared models runs in bfloat16 where autocast finds
-            that enough, and returns float32; weights, gradients and their sums are float32. Part of a run's definition.
+        precision: "float32"; "bf16-mixed": the forward of prepared models runs in bfloat16 where autocast finds
+            that enough, and returns float32; weights, gradients and their sums are float32; "fp16-mixed": the same in
+            float16, with a loss scale; "bf16": weights and gradients have 16 bits, and updates are made in float32 on
+            a copy. Part of a run's definition.
         compile: Compiles the repeated blocks of a model, or all of it where it has none, by `torch.compile`. Part of a
             run's definition too, since compiled kernels round differently.
         recompute: Blocks keep only their inputs for the backward pass, and run their forward again in it: less
@@ -62,9 +63,8 @@ def init(
         CommError: the other ranks did not come.
     """
     place = detect()
-    how = Execution(
-        strategy=strategy, shard_size=shard_size, offload=offload, offload_dir=offload_dir, recompute=recompute
-    )
+    folder = None if offload_dir is None else str(offload_dir)
+    how = Execution(strategy=strategy, shard_size=shard_size, offload=offload, offload_dir=folder, recompute=recompute)
     run = open_run(place, how, seed=seed, threads=threads, precision=precision, compile=compile, timeout_s=timeout_s)
     if run.run_dir is None and run_dir is not None:
         run.claim(Path(run_dir))
@@ -74,19 +74,17 @@ def init(
     return run
 
 
-@dataclass(frozen=True, kw_only=True)
-class Execution:
-    """How a run is executed: what cannot show in its weights. See `init`."""
+def resolve(how: Execution, place: Place) -> tuple[Execution, dict[str, Any]]:
+    """Returns what is meant, and what strategies are to be made with; before anything is started.
 
-    strategy: str = "ddp"
-    shard_size: int | None = None
-    offload: str | None = None
-    offload_dir: str | Path | None = None
-    recompute: bool = False
-
-    def with_flags(self, flags: Mapping[str, Any]) -> Execution:
-        """Returns what the launcher's flags make of it: they win."""
-        return replace(self, **{f.name: flags[f.name] for f in fields(self) if f.name in flags})
+    Raises:
+        InputError: it cannot work.
+    """
+    how = replace(how, strategy=strategy_name(how.strategy))
+    options = strategy_options(how, place)
+    if how.offload == "cpu" and pick_device(place.local_rank).type == "cpu":
+        raise InputError("offload cpu is for accelerators; here the weights are on the CPU: use offload disk, or none")
+    return how, options
 
 
 def open_run(
@@ -100,19 +98,11 @@ def open_run(
     timeout_s: float = 600.0,
 ) -> Run:
     """Opens a run at a known place; see `init`."""
-    how = how.with_flags(place.flags)
+    how, options = resolve(how.with_flags(place.flags), place)
     precision, compile = place.flags.get("precision", precision), place.flags.get("compile", compile)
     check_precision(precision)
     if compile:
         check_compiler()
     forward = ForwardOptions(precision=precision, compile=compile, recompute=how.recompute)
-    strategy = strategy_name(how.strategy)
-    offload = None
-    if how.offload is not None:
-        offload = Offload(how.offload, None if how.offload_dir is None else Path(how.offload_dir))
-    options = strategy_options(strategy, place, how.shard_size, offload)
     session = open_session(place, threads=require_positive_int(threads, "threads"), timeout_s=timeout_s)
-    if how.offload == "cpu" and session.device.type == "cpu":
-        session.close(failed=False, wait=False)
-        raise InputError("offload cpu is for accelerators; here the weights are on the CPU: use offload disk, or none")
-    return Run(session, seed=seed, strategy=strategy, options=options, forward=forward)
+    return Run(session, seed=seed, strategy=how.strategy, options=options, forward=forward)

@@ -21,7 +21,8 @@ from unisono.errors import InputError, require_positive_int
 from unisono.forward.options import EAGER, ForwardOptions
 from unisono.launch.session import Session
 from unisono.observe.timer import PhaseTimer
-from unisono.recipe import check_clip_norm, check_micro_batch
+from unisono.recipe import BF16, check_clip_norm, check_micro_batch
+from unisono.strategy.base import Setup
 from unisono.strategy.catalog import STRATEGIES
 from unisono.strategy.stepper import Stepper
 from unisono.strategy.unit import Unit
@@ -73,13 +74,19 @@ class Preparation:
                     f"{path or name} is a SyncBatchNorm, whose statistics would depend on the number of processes: use "
                     "BatchNorm, whose running statistics unisono averages"
                 )
-        model.to(self._session.device)
+        model.to(self._session.device, torch.bfloat16 if self.forward.precision == BF16 else None)
         _give_own_memory(model)
         self.models[name] = model
         tensors = {id(tensor): tensor.detach() for tensor in [*model.parameters(), *model.buffers()]}
         self._session.comm.broadcast(list(tensors.values()))
         sharded = self._factory.shards_weights and self._session.comm.world_size > 1
-        self.forward.apply(model, self._session.device.type, hooks_inside=sharded, on_note=self._on_note)
+        self.forward.apply(
+            model,
+            self._session.device.type,
+            hooks_inside=sharded,
+            loss_scale=self._stepper.loss_scale,
+            on_note=self._on_note,
+        )
         self._stepper.add_model(model)
         # A scripted model takes no hooks: a plain `loss.backward()` of it counts as forward time.
         if not isinstance(model, torch.jit.ScriptModule):
@@ -125,7 +132,9 @@ class Preparation:
                 "digest; several models of one optimizer go into one call: prepare((one, other), optimizer, ...)"
             )
         self._session.comm.broadcast([param.detach() for param in own])
-        strategy = self._factory(self._session.comm, optimizer, names, **self._options)
+        masters = self.forward.precision == BF16
+        setup = Setup(comm=self._session.comm, optimizer=optimizer, names=names, masters=masters, **self._options)
+        strategy = self._factory(setup)
         strategy.attach(list(self.models.values()))
         unit = Unit(strategy, optimizer.step, clip_norm=clip_norm)
         if schedule is not None:

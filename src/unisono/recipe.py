@@ -28,8 +28,8 @@ BUILT_IN = {
     "stdlib-gpt": "a byte-level GPT on the text of Python's own standard library",
     "digits": "a CNN with BatchNorm on scikit-learn's handwritten digits",
 }
-FLOAT32, MIXED = "float32", "bf16-mixed"
-PRECISIONS = (FLOAT32, MIXED)
+FLOAT32, BF16_MIXED, BF16, FP16_MIXED = "float32", "bf16-mixed", "bf16", "fp16-mixed"
+PRECISIONS = (FLOAT32, BF16_MIXED, BF16, FP16_MIXED)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,8 +56,9 @@ class Recipe:
         collate: Makes a micro-batch of a list of samples. Default: torch's own.
         sample: `sample(model)` returns a text that shows what the trained model can do, printed at the end.
         seed: Of the weights, the order, dropout and augmentation.
-        precision: "float32", or "bf16-mixed": forwards in bfloat16 where autocast finds that enough, and weights,
-            gradients, their sums and updates in float32.
+        precision: "float32"; "bf16-mixed": forwards in bfloat16 where autocast finds that enough, and weights,
+            gradients, their sums and updates in float32; "fp16-mixed": the same in float16, with a dynamic loss
+            scale; "bf16": weights, gradients and their sums in bfloat16, updates in float32 on a second copy.
         compile: Whether forwards are compiled by `torch.compile`. Part of the definition, since compiled kernels
             round differently.
         threads: Intra-op threads a process; part of the definition, since CPU kernels add in an order that

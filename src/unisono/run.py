@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -26,12 +25,15 @@ from unisono.forward.options import EAGER, ForwardOptions
 from unisono.launch.session import Session
 from unisono.numerics.digest import full_state, weights_digest
 from unisono.numerics.seeds import derive_seed, seed_all
-from unisono.numerics.sums import exact_sum
+from unisono.numerics.sums import weighted_mean
 from unisono.observe.events import EvalRecord
 from unisono.observe.jsonl import JsonlSink, write_json
 from unisono.observe.ledger import Ledger
 from unisono.observe.timer import PhaseTimer
 from unisono.prepare import LOADING, Preparation
+from unisono.recipe import FP16_MIXED
+from unisono.strategy.backward import backward, check_finite, check_loss
+from unisono.strategy.loss_scale import LossScale
 from unisono.strategy.stepper import Stepper
 
 M = TypeVar("M", bound=nn.Module)
@@ -66,7 +68,13 @@ class Run:
         self._occasions = 0
         self._closed = False
         self._stepper = Stepper(
-            session.comm, session.device, seed=seed, timer=self.timer, on_step=self.ledger.step, on_note=self.note
+            session.comm,
+            session.device,
+            seed=seed,
+            timer=self.timer,
+            on_step=self.ledger.step,
+            on_note=self.note,
+            loss_scale=LossScale() if forward.precision == FP16_MIXED else None,
         )
         self._prepared = Preparation(
             session,
@@ -223,20 +231,16 @@ class Run:
         Raises:
             InputError: the loss is no scalar, needs no gradient, or is not finite; the weights stay as they were.
         """
-        where = self._stepper.where()
-        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-            kind = f"of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
-            raise InputError(f"the loss in {where} must be a scalar tensor, got {kind}: return its mean")
-        if not loss.requires_grad:
-            raise InputError(f"the loss in {where} needs no gradient: compute it from the model's output, undetached")
+        stepper = self._stepper
+        check_loss(loss, stepper.where())
         if weight is not None:
-            self._stepper.set_weight(float(weight))
-        if self.device.type == "cpu" and self._stepper.weight > 0 and not math.isfinite(loss.item()):
-            kept = f"those after {self.step} step{'s' * (self.step > 1)}" if self.step else "the initial ones"
-            raise InputError(f"the loss in {where} is {loss.item()}; the weights are still {kept}")
+            stepper.set_weight(float(weight))
+        # Not under a loss scale, where a forward may overflow, and the step is left out.
+        if self.device.type == "cpu" and stepper.weight > 0 and stepper.loss_scale is None:
+            check_finite(loss, stepper.where(), self.step)
         self.log(loss=loss.detach())
         self.timer.enter("backward")
-        loss.reshape(()).backward()  # type: ignore[no-untyped-call]
+        backward(loss, stepper.loss_scale)
 
     def log(self, **values: Any) -> None:
         """Notes numbers of this micro-batch, before `optimizer.step()`: metrics.jsonl gets their mean over the step."""
@@ -244,9 +248,7 @@ class Run:
 
     def mean(self, value: Any, weight: float = 1.0) -> float:
         """Returns the weighted mean of one number of every rank. Collective: every rank calls it."""
-        pairs = self._session.comm.gather_objects((float(value), float(weight)))
-        total = exact_sum(weight for _, weight in pairs)
-        return exact_sum(value * weight for value, weight in pairs) / total if total else math.nan
+        return weighted_mean(self._session.comm.gather_objects((float(value), float(weight))))
 
     def barrier(self, what: str = "run.barrier()") -> None:
         """Waits for all ranks; the error names the missing."""

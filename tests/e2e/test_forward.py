@@ -77,8 +77,8 @@ def test_a_flag_wins_over_the_script(tmp_path: Path) -> None:
 
 WRONG = [
     (
-        ["--precision", "bf16"],
-        "--precision must be one of float32, bf16-mixed, got 'bf16' (did you mean 'bf16-mixed'?)",
+        ["--precision", "fp16"],
+        "--precision must be one of float32, bf16-mixed, bf16, fp16-mixed, got 'fp16' (did you mean 'bf16'?)",
     ),
     (["--compile"], "compile needs a C++ compiler and torch finds none on this machine: "),
 ]

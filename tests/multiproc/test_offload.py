@@ -15,7 +15,7 @@ import unisono
 from tests.fakes import ThreadCollectives, run_threads
 from tests.multiproc.test_strategies import OPTIMIZERS, Tied, data, digest_of
 from tests.worlds import outcomes_of_world, run_world
-from unisono.strategy.base import StepPlan
+from unisono.strategy.base import Setup, StepPlan
 from unisono.strategy.offload import Offload
 from unisono.strategy.sharded import OptimizerShardedStrategy
 
@@ -115,7 +115,8 @@ def test_an_update_on_a_copy_on_the_host_gives_the_same_bits(name: str) -> None:
         model = nn.Sequential(nn.Linear(40, 61), nn.Linear(61, 3))
         model.load_state_dict(start)
         optimizer = OPTIMIZERS[name](model.parameters())
-        strategy = OptimizerShardedStrategy(comm, optimizer, {}, 1000, offload)
+        setup = Setup(comm=comm, optimizer=optimizer, names={}, bucket_bytes=1000, offload=offload)
+        strategy = OptimizerShardedStrategy(setup)
         plan = StepPlan(2, (range(1), range(1, 2)))
         for step in range(3):
             strategy.begin_step(plan)

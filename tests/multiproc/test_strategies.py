@@ -260,6 +260,29 @@ def test_weights_under_zero3_are_whole_where_they_are_asked_for() -> None:
     assert len(found[0]["predicted"]) == 50
 
 
+def look_on_one_rank(strategy: str) -> str:
+    """Forwards of one rank only, past one expert and then the other, between steps."""
+    with unisono.init(seed=3, strategy=strategy) as run:
+        model = Routed()
+        model, optimizer, loader = run.prepare(model, adamw(model), data(), global_batch=16, micro_batch=5)
+        for x, y in loader:
+            run.backward(F.cross_entropy(model(x), y))
+            optimizer.step()
+            if run.step_done:
+                with run.whole():
+                    if run.is_main:
+                        found = [model(torch.full((1, 6), value)) for value in (9.0, -9.0, 9.0)]
+                        assert not torch.cat(found).isnan().any()
+                    assert not any(param.isnan().any() for param in model.parameters())
+        return run.weights_digest()
+
+
+def test_inside_of_whole_one_rank_may_go_another_way_through_the_model() -> None:
+    alone = run_world(1, look_on_one_rank, "ddp")[0]
+    for strategy in ("ddp", "zero3"):
+        assert run_world(2, look_on_one_rank, strategy) == [alone] * 2
+
+
 def loaded_state(strategy: str, after: bool) -> tuple[str, str]:
     """Trains, saves the optimizer's state, and goes on with another optimizer that loaded it."""
     with unisono.init(seed=3, strategy=strategy) as run:

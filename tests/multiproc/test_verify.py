@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from tests.worlds import run_world
+from unisono.execution import Execution
 from unisono.verify.compare import max_ulps
 from unisono.verify.grid import PLAIN, Cell, Finding, Grid, as_json
 
@@ -57,8 +58,8 @@ def one_rank(source: str, cell: dict[str, Any], folder: str, save_at: int | None
 
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         plant(fault)
-    job = RecipeJob(source=source, steps=4, strategy=cell["strategy"])
-    trace_recipe({"job": asdict(job), "folder": folder, "save_at": save_at}, detect())
+    job = RecipeJob(source=source, steps=4, how=Execution(strategy=cell["strategy"]))
+    trace_recipe({"job": job.said(), "folder": folder, "save_at": save_at}, detect())
 
 
 def plant(fault: str) -> None:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tests.fakes import ThreadCollectives, ThreadWorld
 from unisono.numerics.layout import FlatLayout
-from unisono.strategy.base import StepPlan
+from unisono.strategy.base import Setup, StepPlan
 from unisono.strategy.flat import FlatGroup
 from unisono.strategy.replicated import ReplicatedStrategy
 
@@ -137,7 +137,8 @@ def test_offsets_do_not_depend_on_the_world_size(numels: list[int], bucket_bytes
             optimizer = torch.optim.SGD(params, lr=0.1)
             names = {id(param): f"p{number}" for number, param in enumerate(params)}
             comm = ThreadCollectives(ThreadWorld(world_size), rank)
-            strategy = ReplicatedStrategy(comm, optimizer, names, bucket_bytes, one_shot_bytes)
+            sizes = {"bucket_bytes": bucket_bytes, "one_shot_bytes": one_shot_bytes}
+            strategy = ReplicatedStrategy(Setup(comm=comm, optimizer=optimizer, names=names, **sizes))
             strategy.begin_step(StepPlan(8, (range(8),) * world_size))
             found.append([(group.layout.segments, group.layout.total, group.buckets) for group in strategy.groups])
     assert all(layouts == found[0] for layouts in found)

@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 
 from tests.fakes import ThreadCollectives, run_threads
 from unisono.errors import CommError, InputError
-from unisono.strategy.base import StepPlan, Strategy
-from unisono.strategy.replicated import ReplicatedStrategy
-from unisono.strategy.sharded import GradientShardedStrategy, OptimizerShardedStrategy
+from unisono.strategy.base import Setup, StepPlan
+from unisono.strategy.catalog import STRATEGIES
 
 KINDS = ["plain", "channels_last", "transposed"]
 # Of each a few, so that cuts fall everywhere; the largest has three blocks of the layout and a part.
@@ -159,12 +158,14 @@ class OneRank:
         self.params = make_params(problem)
         names = {id(param): f"p{number}" for number, param in enumerate(self.params)}
         optimizer = (Odd if machine.whole else torch.optim.SGD)(self.params, lr=0.1)
-        self.strategy: Strategy
-        if machine.strategy == "ddp":
-            self.strategy = ReplicatedStrategy(comm, optimizer, names, machine.bucket_bytes, machine.one_shot_bytes)
-        else:
-            sharded = {"zero1": OptimizerShardedStrategy, "zero2": GradientShardedStrategy}[machine.strategy]
-            self.strategy = sharded(comm, optimizer, names, machine.bucket_bytes)
+        setup = Setup(
+            comm=comm,
+            optimizer=optimizer,
+            names=names,
+            bucket_bytes=machine.bucket_bytes,
+            one_shot_bytes=machine.one_shot_bytes,
+        )
+        self.strategy = STRATEGIES[machine.strategy](setup)
 
     def step(self, problem: Problem) -> Outcome:
         plan = StepPlan(len(problem.scales), self.machine.blocks)

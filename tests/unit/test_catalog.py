@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from unisono.errors import InputError
+from unisono.execution import Execution
 from unisono.launch.environment import Place
 from unisono.strategy.catalog import STRATEGIES, strategy_name, strategy_options
 from unisono.strategy.team import Team
@@ -27,20 +28,20 @@ def host(world_size: int) -> Place:
 
 
 def test_a_shard_size_is_for_hsdp_and_divides_the_world() -> None:
-    assert strategy_options("zero3", host(4), None, None) == {}
-    assert strategy_options("hsdp", host(4), 2, None) == {"shard_size": 2}
+    assert strategy_options(Execution(strategy="zero3"), host(4)) == {}
+    assert strategy_options(Execution(strategy="hsdp", shard_size=2), host(4)) == {"shard_size": 2}
     with pytest.raises(InputError, match="shard_size is for the strategy hsdp, and this is zero1"):
-        strategy_options("zero1", host(4), 2, None)
+        strategy_options(Execution(strategy="zero1", shard_size=2), host(4))
     for size in (3, 0):
         with pytest.raises(InputError, match="shard_size"):
-            strategy_options("hsdp", host(4), size, None)
+            strategy_options(Execution(strategy="hsdp", shard_size=size), host(4))
 
 
 @pytest.mark.parametrize(
     ("world_size", "local", "size"), [(1, 1, 1), (2, 2, 2), (4, 4, 2), (3, 3, 3), (8, 4, 4), (5, 5, 5)]
 )
 def test_a_team_is_a_host_where_there_are_several(world_size: int, local: int, size: int) -> None:
-    assert strategy_options("hsdp", Place(0, world_size, 0, local), None, None) == {"shard_size": size}
+    assert strategy_options(Execution(strategy="hsdp"), Place(0, world_size, 0, local)) == {"shard_size": size}
 
 
 def test_peers_own_neighbouring_runs_and_members_have_everything_once() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -34,7 +34,7 @@ OffloadDir = Annotated[
 ]
 Precision = Annotated[
     str | None,
-    typer.Option(help="float32 or bf16-mixed; shows in the weights. Default: what the code says, or float32."),
+    typer.Option(help="float32, bf16-mixed, fp16-mixed or bf16; shows in the weights. Default: the code's, or float32."),
 ]
 Compile = Annotated[
     bool | None,
@@ -63,3 +63,8 @@ def check_counts(nproc: int | None, num_workers: int | None) -> None:
         raise InputError(f"--nproc {nproc}: a run needs at least one process")
     if num_workers is not None and num_workers < 0:
         raise InputError(f"--num-workers {num_workers}: it must be 0 or more")
+
+
+def given(**values: Any) -> dict[str, Any]:
+    """Returns the flags that were given."""
+    return {name: value for name, value in values.items() if value is not None}

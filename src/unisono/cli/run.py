@@ -8,49 +8,54 @@ from typing import Annotated
 
 import typer
 
-from unisono.cli.options import (
-    Compile,
-    Debug,
-    Nproc,
-    NumWorkers,
-    OffloadDir,
-    OffloadTo,
-    Precision,
-    Recompute,
-    ShardSize,
-    StrategyName,
-    check_counts,
-)
+from unisono.cli import options
 from unisono.errors import InputError
 
 
 def run(
     script: Annotated[str, typer.Argument(help="A Python file that calls unisono.init().")],
     arguments: Annotated[list[str] | None, typer.Argument(help="Its own arguments.")] = None,
-    nproc: Nproc = None,
+    nproc: options.Nproc = None,
     run_dir: Annotated[str | None, typer.Option(help="Folder of the run. Default: runs/SCRIPT-TIME.")] = None,
-    num_workers: NumWorkers = None,
-    strategy: StrategyName = None,
-    shard_size: ShardSize = None,
-    offload: OffloadTo = None,
-    offload_dir: OffloadDir = None,
-    precision: Precision = None,
-    compile: Compile = None,
-    recompute: Recompute = None,
-    debug: Debug = False,
+    num_workers: options.NumWorkers = None,
+    strategy: options.StrategyName = None,
+    shard_size: options.ShardSize = None,
+    offload: options.OffloadTo = None,
+    offload_dir: options.OffloadDir = None,
+    precision: options.Precision = None,
+    compile: options.Compile = None,
+    recompute: options.Recompute = None,
+    debug: options.Debug = False,
 ) -> None:
     """Run your own training script on several processes. Options for unisono come before the file."""
-    check_counts(nproc, num_workers)
+    options.check_counts(nproc, num_workers)
     if not Path(script).is_file():
         raise InputError(f"script {script} does not exist")
     from unisono.cli.start import devices, launch_ranks, make_run_dir
+    from unisono.execution import Execution
     from unisono.forward.compiled import check_compiler
     from unisono.launch.elastic import Job
+    from unisono.launch.environment import Place
+    from unisono.opening import resolve
     from unisono.recipe import check_precision
-    from unisono.strategy.catalog import strategy_name
 
+    flags = options.given(
+        num_workers=num_workers,
+        strategy=strategy,
+        shard_size=shard_size,
+        offload=offload,
+        offload_dir=offload_dir,
+        precision=precision,
+        compile=compile,
+        recompute=recompute,
+    )
+    nproc = nproc or devices()
+    # What a flag belongs to may be said by the script.
+    owners = {"shard_size": strategy, "offload_dir": offload}
+    known = {name: value for name, value in flags.items() if owners.get(name, value) is not None}
+    how, _ = resolve(Execution().with_flags(known), Place(0, nproc, 0, nproc))
     if strategy is not None:
-        strategy = strategy_name(strategy)
+        flags["strategy"] = how.strategy
     if precision is not None:
         check_precision(precision, "--precision")
     if compile:
@@ -59,11 +64,6 @@ def run(
     if rest[:1] == ["--"]:
         rest = rest[1:]
     folder = make_run_dir(run_dir, Path(script).stem)
-    given = {"num_workers": num_workers, "strategy": strategy, "shard_size": shard_size}
-    given |= {"offload": offload, "offload_dir": offload_dir}
-    given |= {"precision": precision, "compile": compile, "recompute": recompute}
-    flags = {name: value for name, value in given.items() if value is not None}
     command = [sys.executable, "-m", "unisono.cli.worker", "script", script, *rest]
-    nproc = nproc or devices()
     print(f"{script}: {nproc} process{'es' * (nproc > 1)}; {folder}", file=sys.stderr)
     launch_ranks(Job(command=command, nproc=nproc, run_dir=folder, flags=flags), debug)

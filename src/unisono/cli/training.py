@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 import sys
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -21,22 +21,9 @@ from unisono.forward.compiled import check_compiler
 from unisono.launch.elastic import Job, Signalled
 from unisono.launch.environment import Place, usable_cores
 from unisono.observe.jsonl import write_json
+from unisono.opening import resolve
 from unisono.prepare import check_world_size
 from unisono.recipe import LoadedRecipe
-from unisono.strategy.catalog import strategy_name, strategy_options
-from unisono.strategy.offload import Offload
-
-EXECUTION = ("num_workers", "strategy", "shard_size", "offload", "offload_dir", "recompute")
-
-
-def check_execution(job: RecipeJob, nproc: int) -> None:
-    """Checks, before anything is started, that the ranks will be able to do as they are told.
-
-    Raises:
-        InputError: they will not.
-    """
-    offload = None if job.offload is None else Offload(job.offload, Path(job.offload_dir) if job.offload_dir else None)
-    strategy_options(job.strategy, Place(0, nproc, 0, nproc), job.shard_size, offload)
 
 
 def start(job: RecipeJob, given: Mapping[str, Any], *, as_json: bool, debug: bool) -> None:
@@ -44,7 +31,7 @@ def start(job: RecipeJob, given: Mapping[str, Any], *, as_json: bool, debug: boo
 
     Args:
         job: The recipe and its options.
-        given: What the command line says of "nproc", "num_workers", "strategy" and "run_dir"; the rest is default.
+        given: What the command line says of "nproc", "run_dir" and how to execute; the rest is default.
         as_json: Print the summary as JSON.
         debug: Show tracebacks of wrong input too.
 
@@ -53,21 +40,19 @@ def start(job: RecipeJob, given: Mapping[str, Any], *, as_json: bool, debug: boo
         RanksFailed: a rank failed.
         Interrupted: the run was stopped; its summary is written.
     """
-    job = replace(job, **{name: given[name] for name in EXECUTION if name in given})
-    job = replace(job, strategy=strategy_name(job.strategy))
     loaded = job.load()
     recipe = loaded.recipe
     nproc = given["nproc"] if "nproc" in given else min(devices(), recipe.full_num_micro)
-    check_execution(job, nproc)
+    how, _ = resolve(job.how.with_flags(given), Place(0, nproc, 0, nproc))
+    job = replace(job, how=how)
     if recipe.compile:
         check_compiler()
     check_world_size(nproc, recipe.global_batch, recipe.micro_batch or recipe.global_batch)
     folder = make_run_dir(given.get("run_dir"), loaded.name)
-    execution = {"nproc": nproc, "num_workers": job.num_workers, "strategy": job.strategy}
-    execution["recompute"] = job.recompute
+    execution = {"nproc": nproc, **asdict(how), "num_workers": how.num_workers or 0}
     origins = {name: f"--{name.replace('_', '-')}" if name in given else "default" for name in execution}
     _describe(loaded, folder, execution, {**loaded.origins, **origins})
-    print(f"{loaded.name}: {nproc} process{'es' * (nproc > 1)}, {job.strategy}; {folder}", file=sys.stderr)
+    print(f"{loaded.name}: {nproc} process{'es' * (nproc > 1)}, {how.strategy}; {folder}", file=sys.stderr)
     try:
         if nproc == 1:
             train_recipe(job, Place(job={"run_dir": str(folder)}))

@@ -8,6 +8,7 @@ import typer
 
 from unisono.cli.options import NumWorkers, RecipeSource, Settings, check_counts
 from unisono.errors import InputError
+from unisono.execution import Execution
 
 
 def verify(
@@ -33,5 +34,6 @@ def verify(
         raise InputError(f"--worlds {worlds}: a run needs at least one process")
     if steps < 1:
         raise InputError(f"--steps {steps}: at least one step is needed to compare anything")
-    job = RecipeJob(source=recipe, settings=parse_settings(set_ or []), steps=steps, num_workers=num_workers or 0)
+    how = Execution(num_workers=num_workers)
+    job = RecipeJob(source=recipe, settings=parse_settings(set_ or []), steps=steps, how=how)
     raise typer.Exit(start(job, numbers, strategies, as_json=json))

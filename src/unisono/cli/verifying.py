@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
@@ -31,7 +31,8 @@ def start(job: RecipeJob, worlds: Sequence[int], strategies: str, *, as_json: bo
     command = [sys.executable, "-m", "unisono.cli.worker", "trace"]
 
     def run_cell(cell: Cell, folder: Path, save_at: int | None) -> None:
-        said = {"job": asdict(replace(job, strategy=cell.strategy)), "folder": str(folder), "save_at": save_at}
+        one = replace(job, how=replace(job.how, strategy=cell.strategy))
+        said = {"job": one.said(), "folder": str(folder), "save_at": save_at}
         launch(Job(command=[*command, json.dumps(said)], nproc=cell.nproc, threads=recipe.threads))
 
     cells = [Cell(name, world) for name in names for world in worlds] + [Cell(PLAIN, 1)]

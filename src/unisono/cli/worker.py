@@ -7,17 +7,17 @@ import json
 import os
 import runpy
 import sys
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from unisono.cli.ranks import rank_log, reported
+from unisono.execution import Execution
 from unisono.launch.environment import Place, detect
 from unisono.launch.guard import die_with_parent
 from unisono.recipe import LoadedRecipe, Recipe, load_recipe
 
 if TYPE_CHECKING:
-    from unisono.opening import Execution
     from unisono.run import Run
 
 
@@ -31,12 +31,7 @@ class RecipeJob:
         steps: Of `--steps`, or None.
         precision: Of `--precision`, or None.
         compile: Of `--compile`, or None.
-        num_workers: Loader processes a rank.
-        strategy: Its name.
-        shard_size: For hsdp.
-        offload: Where the optimizer's state goes: "cpu", "disk" or None.
-        offload_dir: The folder for "disk".
-        recompute: Whether blocks run their forward again instead of keeping activations.
+        how: It is executed.
     """
 
     source: str
@@ -44,12 +39,7 @@ class RecipeJob:
     steps: int | None = None
     precision: str | None = None
     compile: bool | None = None
-    num_workers: int = 0
-    strategy: str = "ddp"
-    shard_size: int | None = None
-    offload: str | None = None
-    offload_dir: str | None = None
-    recompute: bool = False
+    how: Execution = field(default_factory=Execution)
 
     def load(self) -> LoadedRecipe:
         with contextlib.redirect_stdout(sys.stderr):  # standard output is for the summary
@@ -57,25 +47,26 @@ class RecipeJob:
         loaded = loaded.with_flags(precision=self.precision, compile=self.compile)
         return loaded if self.steps is None else loaded.with_steps(self.steps)
 
-    def execution(self) -> Execution:
-        """How it is executed."""
-        from unisono.opening import Execution
+    def said(self) -> dict[str, Any]:
+        """Returns it as JSON can hold it."""
+        return asdict(self)
 
-        own = {f.name: getattr(self, f.name) for f in fields(Execution)}
-        return Execution(**own)
+    @classmethod
+    def of(cls, said: dict[str, Any]) -> RecipeJob:
+        """Reads what `said` gave."""
+        return cls(**{**said, "how": Execution(**said["how"])})
 
     def command(self) -> list[str]:
         """What to start for each rank."""
-        return [sys.executable, "-m", "unisono.cli.worker", "recipe", json.dumps(asdict(self))]
+        return [sys.executable, "-m", "unisono.cli.worker", "recipe", json.dumps(self.said())]
 
 
 def open_recipe(place: Place, job: RecipeJob, recipe: Recipe) -> Run:
     """Opens the run that a recipe defines."""
     from unisono.opening import open_run
 
-    how = job.execution()
     return open_run(
-        place, how, seed=recipe.seed, threads=recipe.threads, precision=recipe.precision, compile=recipe.compile
+        place, job.how, seed=recipe.seed, threads=recipe.threads, precision=recipe.precision, compile=recipe.compile
     )
 
 
@@ -89,7 +80,7 @@ def train_recipe(job: RecipeJob, place: Place) -> None:
         loaded = job.load()
         recipe = loaded.recipe
         run = open_recipe(place, job, recipe)
-        trainer = Trainer(recipe, run, num_workers=job.num_workers)
+        trainer = Trainer(recipe, run, num_workers=job.how.num_workers or 0)
         run.ledger.extra["recipe_digest"] = loaded.digest
         with run:
             trainer.fit(lambda num_steps: _watch(run, num_steps, terminal, log))
@@ -106,10 +97,10 @@ def trace_recipe(said: dict[str, Any], place: Place) -> None:
     from unisono.verify.plain import train_plain
     from unisono.verify.trace import Trace, traced
 
-    job, folder, save_at = RecipeJob(**said["job"]), Path(said["folder"]), said["save_at"]
+    job, folder, save_at = RecipeJob.of(said["job"]), Path(said["folder"]), said["save_at"]
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
         recipe = job.load().recipe
-        if job.strategy == PLAIN:
+        if job.how.strategy == PLAIN:
             train_plain(recipe, pick_device(place.local_rank), folder, save_at)
             return
         run = open_recipe(place, job, recipe)
@@ -124,7 +115,10 @@ def trace_recipe(said: dict[str, Any], place: Place) -> None:
                 trace.step(state, folder, save_at)
 
         with run:
-            Trainer(traced(recipe, trace, position), run, num_workers=job.num_workers, on_step=on_step).fit()
+            trainer = Trainer(
+                traced(recipe, trace, position), run, num_workers=job.how.num_workers or 0, on_step=on_step
+            )
+            trainer.fit()
             trace.digest = run.weights_digest()
             trace.write(folder, run.rank)
 
@@ -152,7 +146,7 @@ def main() -> None:
     kind, arguments = sys.argv[1], sys.argv[2:]
     with reported(place):
         if kind == "recipe":
-            train_recipe(RecipeJob(**json.loads(arguments[0])), place)
+            train_recipe(RecipeJob.of(json.loads(arguments[0])), place)
         elif kind == "trace":
             trace_recipe(json.loads(arguments[0]), place)
         else:

@@ -10,10 +10,13 @@ from torch import nn
 
 from unisono.errors import InputError
 from unisono.forward.compiled import Compiled
-from unisono.forward.mixed import Mixed
+from unisono.forward.mixed import Mixed, Narrow
 from unisono.forward.recomputed import Recomputed
-from unisono.recipe import FLOAT32
+from unisono.recipe import BF16, BF16_MIXED, FLOAT32, FP16_MIXED
 from unisono.strategy.blocks import repeated_blocks
+from unisono.strategy.loss_scale import LossScale
+
+AUTOCAST = {BF16_MIXED: torch.bfloat16, FP16_MIXED: torch.float16}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,7 +24,7 @@ class ForwardOptions:
     """How the forward of every model of a run is executed.
 
     Attributes:
-        precision: "float32" or "bf16-mixed". Shows in the weights, so it belongs to the recipe.
+        precision: One of `PRECISIONS`. Shows in the weights, so it belongs to the recipe.
         compile: Whether blocks, or a model without any, are compiled. Shows in the weights too.
         recompute: Whether blocks run their forward again instead of keeping activations. Cannot show.
     """
@@ -30,13 +33,22 @@ class ForwardOptions:
     compile: bool = False
     recompute: bool = False
 
-    def apply(self, model: nn.Module, device_type: str, *, hooks_inside: bool, on_note: Callable[[str], None]) -> None:
+    def apply(
+        self,
+        model: nn.Module,
+        device_type: str,
+        *,
+        hooks_inside: bool,
+        loss_scale: LossScale | None = None,
+        on_note: Callable[[str], None],
+    ) -> None:
         """Wraps the forward of a model and of its blocks; a block that another model has brought is left alone.
 
         Args:
             model: Stays the same object, with the same names.
             device_type: Where it runs.
             hooks_inside: Whether modules that are in no block get hooks, which cannot be compiled.
+            loss_scale: What losses are multiplied by, for float16.
             on_note: Called with a sentence for the user.
 
         Raises:
@@ -68,8 +80,10 @@ class ForwardOptions:
                     Recomputed(module)
             nothing = "no module of the same class comes twice in a ModuleList or Sequential, so nothing is recomputed"
             on_note(f"recompute: {_said(blocks) if blocks else nothing}")
-        if self.precision != FLOAT32 and not Mixed.is_on(model):
-            Mixed(model, device_type)
+        if self.precision in AUTOCAST and not Mixed.is_on(model):
+            Mixed(model, device_type, AUTOCAST[self.precision], loss_scale)
+        elif self.precision == BF16 and not Narrow.is_on(model):
+            Narrow(model)
 
 
 EAGER = ForwardOptions()

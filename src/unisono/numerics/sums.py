@@ -16,3 +16,10 @@ def exact_sum(values: Iterable[float]) -> float:
         return math.fsum(values)
     except (ValueError, OverflowError):
         return math.nan
+
+
+def weighted_mean(pairs: Iterable[tuple[float, float]]) -> float:
+    """Returns the mean of (value, weight) pairs, from exact sums; NaN where all weights are 0."""
+    pairs = list(pairs)
+    total = exact_sum(weight for _, weight in pairs)
+    return exact_sum(value * weight for value, weight in pairs) / total if total else math.nan

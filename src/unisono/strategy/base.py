@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -12,6 +12,8 @@ import torch
 from torch import nn
 
 from unisono.comm.api import Collectives
+from unisono.strategy.flat import BUCKET_BYTES, ONE_SHOT_BYTES
+from unisono.strategy.offload import Offload
 
 
 @dataclass(frozen=True)
@@ -27,17 +29,41 @@ class StepPlan:
     blocks: tuple[range, ...]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """What a strategy is made with.
+
+    Attributes:
+        comm: The ranks.
+        optimizer: The user's own object; its parameters are what is trained.
+        names: Names of parameters by id, for messages.
+        shard_size: Ranks of a team that keep one copy of the weights together; None for the strategy's own.
+        offload: Where the optimizer's state goes, if not beside the weights.
+        masters: Whether updates are made in float32, on a second copy of weights that have 16 bits.
+        bucket_bytes: The unit of one exchange. The bits do not depend on it.
+        one_shot_bytes: Gradients are sent to all, and added up by all, where that sends less than so many bytes
+            more: half the waits, and all of it during backward. The bits do not depend on it.
+    """
+
+    comm: Collectives
+    optimizer: torch.optim.Optimizer
+    names: Mapping[int, str]
+    shard_size: int | None = None
+    offload: Offload | None = None
+    masters: bool = False
+    bucket_bytes: int = BUCKET_BYTES
+    one_shot_bytes: int = ONE_SHOT_BYTES
+
+
 class Strategy(ABC):
     """How the parameters of one optimizer are reduced and updated.
 
     One instance an optimizer, so that a GAN's two have a life of their own. The life of a step:
     `begin_step`, `add_micro_batch` once a micro-batch, `launch` (starts to send), `complete` (the optimizer may
-    run). Abstract or final: what all strategies share is the order of these calls, not code.
+    run). What is not abstract is for strategies that send gradients before a step's end.
 
     Args:
-        comm: The ranks.
-        optimizer: The user's own object; its parameters are what is trained.
-        names: Names of parameters by id, for messages.
+        setup: What it is made with.
     """
 
     name: ClassVar[str]
@@ -46,8 +72,8 @@ class Strategy(ABC):
     shards_weights: ClassVar[bool] = False
     """Whether a forward is collective, and parameters are whole only inside of it and of `whole`."""
 
-    def __init__(self, comm: Collectives, optimizer: torch.optim.Optimizer, names: dict[int, str]) -> None:
-        self.comm, self.optimizer, self.names = comm, optimizer, names
+    def __init__(self, setup: Setup) -> None:
+        self.setup, self.comm, self.optimizer = setup, setup.comm, setup.optimizer
 
     def attach(self, models: Sequence[nn.Module]) -> None:
         """Told of the models, before the first step."""
@@ -85,31 +111,31 @@ class Strategy(ABC):
             scale: What its gradients are multiplied by.
         """
 
-    @abstractmethod
     def skip_micro_batch(self, plan: StepPlan) -> None:
         """The same for a micro-batch that ended without `optimizer.step()`: its gradients are dropped."""
+        return None
 
-    @abstractmethod
     def launch(self, plan: StepPlan) -> None:
         """Collective: starts the exchange, once this rank's last micro-batch is in."""
+        return None
 
     @property
-    @abstractmethod
     def began(self) -> bool:
         """Whether this rank has begun to send in this step, without `launch`."""
+        return False
 
-    @abstractmethod
     def cancel(self, plan: StepPlan) -> None:
         """Collective: ends what some rank began to send in a step in which this optimizer was not stepped."""
+        return None
 
     @property
-    @abstractmethod
     def must_resend(self) -> bool:
         """Whether this rank sent a gradient early that was not final."""
+        return False
 
-    @abstractmethod
     def resend(self, plan: StepPlan) -> None:
         """Collective: exchanges all gradients of the step again, since a rank had to."""
+        return None
 
     @abstractmethod
     def complete(self, total: float, present: Sequence[bool], clip_norm: float | None) -> torch.Tensor:

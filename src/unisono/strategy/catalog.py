@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from unisono.errors import InputError, nearest, require_positive_int
+from unisono.execution import Execution
 from unisono.launch.environment import Place
 from unisono.strategy.base import Strategy
 from unisono.strategy.fully_sharded import FullyShardedStrategy, HybridShardedStrategy
@@ -39,22 +41,27 @@ def strategy_name(name: str) -> str:
     return _ALIASES.get(name, name)
 
 
-def strategy_options(name: str, place: Place, shard_size: int | None, offload: Offload | None) -> dict[str, Any]:
-    """Returns what a strategy is made with, beside what all are.
+def strategy_options(how: Execution, place: Place) -> dict[str, Any]:
+    """Returns what a strategy is made with, beside what all are: arguments of `Setup`.
 
     Args:
-        name: Of the strategy.
+        how: What the user asked for; its strategy by its one name.
         place: Of this rank.
-        shard_size: What the user asked for.
-        offload: Where the optimizer's state goes.
 
     Raises:
-        InputError: the strategy has no shard size, or the world cannot be cut into teams of it.
+        InputError: the strategy has no shard size, the world cannot be cut into teams of it, or there is nowhere to
+            offload to.
     """
-    options: dict[str, Any] = {} if offload is None else {"offload": offload}
-    if name != HybridShardedStrategy.name:
-        if shard_size is not None:
-            raise InputError(f"shard_size is for the strategy hsdp, and this is {name}")
+    options: dict[str, Any] = {}
+    if how.offload is not None:
+        options["offload"] = Offload(how.offload, None if how.offload_dir is None else Path(how.offload_dir))
+    elif how.offload_dir is not None:
+        raise InputError("offload_dir is for offload disk: give that too")
+    if how.strategy != HybridShardedStrategy.name:
+        if how.shard_size is not None:
+            raise InputError(f"shard_size is for the strategy hsdp, and this is {how.strategy}")
         return options
-    size = default_shard_size(place.world_size, place.local_world_size) if shard_size is None else shard_size
+    size = how.shard_size
+    if size is None:
+        size = default_shard_size(place.world_size, place.local_world_size)
     return {**options, "shard_size": Team(0, place.world_size, require_positive_int(size, "shard_size")).shard_size}

@@ -15,6 +15,7 @@ from unisono.observe.timer import PhaseTimer
 from unisono.strategy.base import StepPlan
 from unisono.strategy.buffers import ModelBuffers
 from unisono.strategy.extras import ExtrasExchange, RankStep
+from unisono.strategy.loss_scale import LossScale
 from unisono.strategy.outcomes import Outcomes
 from unisono.strategy.pieces import may_draw
 from unisono.strategy.unit import Unit
@@ -52,8 +53,10 @@ class Exchange:
         seed: Of what is drawn in an update, and after it.
         timer: Told of each phase.
         on_note: Called with a sentence for the user.
+        loss_scale: What losses are multiplied by, or None.
 
     Attributes:
+        finite: Whether all gradients of this step were.
         norm: Of the first optimizer's gradient in this step, once it is known.
         lr: Of its first parameter group.
     """
@@ -68,7 +71,9 @@ class Exchange:
         seed: int,
         timer: PhaseTimer,
         on_note: Callable[[str], None],
+        loss_scale: LossScale | None = None,
     ) -> None:
+        self._loss_scale, self.finite = loss_scale, True
         self.comm, self._device, self._units, self._outcomes = comm, device, units, outcomes
         self._seed, self._timer, self._on_note = seed, timer, on_note
         self._extras: ExtrasExchange | None = None
@@ -77,7 +82,7 @@ class Exchange:
 
     def begin_step(self) -> None:
         """Forgets the last step's norm."""
-        self.norm, self.lr = None, math.nan
+        self.norm, self.lr, self.finite = None, math.nan, True
 
     def finish(self, units: Sequence[Unit], ending: Ending) -> list[RankStep]:
         """Collective: reduces and updates `units`; returns what all ranks told.
@@ -98,14 +103,15 @@ class Exchange:
         if any(rank.began for rank in ranks):
             for unit in self._units:
                 unit.strategy.cancel(plan)
+        fit = []
         for unit in units:
             if any(rank.resend for rank in ranks):
                 unit.strategy.resend(plan)
-            self._reduce(unit, ranks, ending.step)
+            fit.append(self._reduce(unit, ranks, ending.step))
         if ending.last:  # before the updates: hooks on these may write to buffers
             buffers.complete(plan, any(rank.quiet_changed for rank in ranks))
-        for unit in units:
-            self._update(unit, ranks, ending.step)
+        for unit, there in zip(units, fit, strict=True):
+            self._update(unit, ranks, ending.step, there)
         return ranks
 
     def _sized(self, max_block: int) -> ExtrasExchange:
@@ -153,10 +159,12 @@ class Exchange:
         number = self._number(unit)
         return math.fsum(scale for rank in ranks for scale in rank.scales[number])
 
-    def _reduce(self, unit: Unit, ranks: Sequence[RankStep], step: int) -> None:
+    def _reduce(self, unit: Unit, ranks: Sequence[RankStep], step: int) -> bool:
+        """Returns whether there is a gradient to update with."""
         number, total = self._number(unit), self._total(unit, ranks)
         present = [any(bits) for bits in zip(*(rank.present[number] for rank in ranks), strict=True)]
-        norm = unit.strategy.complete(total or 1.0, present, unit.clip_norm)
+        scale = 1.0 if self._loss_scale is None else self._loss_scale.value
+        norm = unit.strategy.complete((total or 1.0) * scale, present, unit.clip_norm)
         if not unit.named_unused and not (present and all(present)):
             pairs = zip(unit.strategy.parameter_names(), present, strict=True)
             unused = sorted(name for name, there in pairs if not there)
@@ -168,20 +176,23 @@ class Exchange:
                 )
             self._on_note(f"no gradient in the first step for: {', '.join(unused[:8])}{' ...' * (len(unused) > 8)}")
         unit.named_unused = True
-        if not self._outcomes.lag and not math.isfinite(norm.item()):
+        finite = True if self._outcomes.lag and self._loss_scale is None else math.isfinite(norm.item())
+        self.finite = self.finite and finite
+        if not finite and self._loss_scale is None:
             raise InputError(
                 f"the gradient of step {step} is not finite (norm {norm.item()}); "
                 "the weights are as they were before it: lower the learning rate, or clip_norm"
             )
         if number == 0:
             self.norm, self.lr = norm, float(unit.strategy.optimizer.param_groups[0]["lr"])
+        return finite and total > 0
 
-    def _update(self, unit: Unit, ranks: Sequence[RankStep], step: int) -> None:
+    def _update(self, unit: Unit, ranks: Sequence[RankStep], step: int, fit: bool) -> None:
         self._timer.enter("optimizer")
         # What an optimizer draws, and the loop after it, is alike on all ranks, whatever they drew before.
         number = self._number(unit)
         seed_all(derive_seed(self._seed, "update", step, number), self._device)
-        if self._total(unit, ranks) > 0:
+        if fit:
             unit.strategy.update(unit.update)
             if may_draw(unit.strategy.optimizer):
                 seed_all(derive_seed(self._seed, "updated", step, number), self._device)

@@ -18,13 +18,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from unisono.comm.api import Collectives
 from unisono.data.tensors import map_tensors
 from unisono.errors import InputError
-from unisono.strategy.base import StepPlan
+from unisono.strategy.base import Setup, StepPlan
 from unisono.strategy.blocks import repeated_blocks
-from unisono.strategy.flat import BUCKET_BYTES, FlatGroup
-from unisono.strategy.offload import Offload
+from unisono.strategy.flat import FlatGroup
 from unisono.strategy.pieces import is_elementwise
 from unisono.strategy.reduction import Partition
 from unisono.strategy.rounds import Rounds
@@ -107,26 +105,14 @@ class _Sweep:
 
 
 class FullyShardedStrategy(GradientShardedStrategy):
-    """See the module's docstring.
-
-    Args:
-        shard_size: Neighbouring ranks that keep one copy of the weights together. Default: all.
-    """
+    """See the module's docstring. All ranks keep one copy of the weights together, or `shard_size` neighbours."""
 
     name = "zero3"
     shards_weights = True
 
-    def __init__(
-        self,
-        comm: Collectives,
-        optimizer: torch.optim.Optimizer,
-        names: dict[int, str],
-        bucket_bytes: int = BUCKET_BYTES,
-        offload: Offload | None = None,
-        shard_size: int | None = None,
-    ) -> None:
-        super().__init__(comm, optimizer, names, bucket_bytes, offload)
-        self._shard_size = comm.world_size if shard_size is None else shard_size
+    def __init__(self, setup: Setup) -> None:
+        super().__init__(setup)
+        self._shard_size = self.comm.world_size if setup.shard_size is None else setup.shard_size
         self._units: dict[int, _Unit] = {REST: _Unit()}
         self._numbers: dict[int, int] = {}
         self._sweeps: list[_Sweep] = []
@@ -182,7 +168,7 @@ class FullyShardedStrategy(GradientShardedStrategy):
 
     def _before_forward(self, sweep: _Sweep, unit: _Unit) -> Callable[..., None]:
         def gather(module: nn.Module, args: Any) -> None:
-            if unit is not self._backward:  # else it is a checkpoint's second forward
+            if unit is not self._backward and not self._held:  # else it is a checkpoint's second forward, or all there
                 sweep.forward(unit)
 
         return gather

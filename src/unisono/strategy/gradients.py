@@ -13,10 +13,9 @@ from typing import ClassVar
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from unisono.comm.api import Collectives
 from unisono.numerics.tree import roots
-from unisono.strategy.base import StepPlan
-from unisono.strategy.flat import BUCKET_BYTES, FlatBuffer, FlatGroup
+from unisono.strategy.base import Setup, StepPlan
+from unisono.strategy.flat import FlatBuffer, FlatGroup
 from unisono.strategy.grouped import GroupedStrategy, clip_factor
 from unisono.strategy.overlap import Overlap
 from unisono.strategy.reduction import Partition, Reduction
@@ -27,14 +26,8 @@ class GradientStrategy(GroupedStrategy):
 
     shares_gradients: ClassVar[bool] = True
 
-    def __init__(
-        self,
-        comm: Collectives,
-        optimizer: torch.optim.Optimizer,
-        names: dict[int, str],
-        bucket_bytes: int = BUCKET_BYTES,
-    ) -> None:
-        super().__init__(comm, optimizer, names, bucket_bytes)
+    def __init__(self, setup: Setup) -> None:
+        super().__init__(setup)
         self._partitions: list[Partition] = []
         self._reductions: list[Reduction] = []
         self._overlaps: list[Overlap] = []
@@ -80,9 +73,6 @@ class GradientStrategy(GroupedStrategy):
             else:
                 group.add(leaf, scale)
 
-    def skip_micro_batch(self, plan: StepPlan) -> None:
-        return None  # what was begun is ended by `cancel`, when all ranks know
-
     def launch(self, plan: StepPlan) -> None:
         self._reductions = []
         for group, partition, overlap in zip(self.groups, self._partitions, self._overlaps, strict=True):
@@ -121,7 +111,7 @@ class GradientStrategy(GroupedStrategy):
         start = 0
         for group, result in zip(self.groups, self._results, strict=True):
             if clip_norm is not None:
-                result.flat.mul_(clip_factor(norm, clip_norm).to(group.device, group.dtype))
+                result.flat.mul_(clip_factor(norm, clip_norm, group))
             self._hand_over(group, result, present[start : start + len(group.params)])
             start += len(group.params)
         return norm

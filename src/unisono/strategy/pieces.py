@@ -21,6 +21,8 @@ from unisono.strategy.flat import FlatGroup, view_of
 from unisono.strategy.offload import DiskShelf, Offload
 from unisono.strategy.weights import FlatWeights, joined
 
+# The key of the float32 weights in `optimizer.state_dict()`, beside the optimizer's own.
+MASTER = "master"
 # Each element's update depends on that element alone. Others (Muon, Adafactor, LAMB, any class that is not torch's
 # own) look at a whole parameter; a subclass may do anything.
 _ELEMENTWISE = (
@@ -63,17 +65,24 @@ class _Piece:
     """A rank's part of one parameter.
 
     Attributes:
-        tensor: What the optimizer sees: a part of the flat weights, or its copy on the host.
+        tensor: What the optimizer sees: a part of the flat weights, or a copy of it.
         place: Its range in the flat vector.
+        master: Whether the copy has more bits than the weights.
     """
 
-    def __init__(self, weights: FlatWeights, position: int, place: range, *, whole: bool, on_host: bool) -> None:
+    def __init__(
+        self, weights: FlatWeights, position: int, place: range, *, whole: bool, on_host: bool, masters: bool
+    ) -> None:
         self.param = weights.group.params[position]
         self.segment, self.template = weights.group.layout.segments[position], weights.group.templates[position]
         self.place, self._part = place, weights.part(place)
         self.whole = whole or self.param.dim() == 0  # whose state could not be told from a count of steps
-        self._on_host = on_host
-        memory = self._part.to("cpu", copy=True) if on_host else self._part
+        self.master = masters and self._part.dtype.itemsize < 4
+        self._copies = on_host or self.master
+        memory = self._part
+        if self._copies:
+            dtype = torch.float32 if self.master else None
+            memory = self._part.to("cpu" if on_host else None, dtype, copy=True)
         self.tensor = nn.Parameter(self._view(memory), self.param.requires_grad)
         self.tensor.__dict__.update(self.param.__dict__)  # marks that the user's code may look for
 
@@ -82,16 +91,21 @@ class _Piece:
 
     def take(self, gradient: torch.Tensor) -> None:
         """Gives the optimizer the gradient of the piece's range."""
-        self.tensor.grad = self._view(gradient.to("cpu") if self._on_host else gradient)
+        self.tensor.grad = self._view(gradient.to(self.tensor))
 
     def fetch(self) -> None:
-        """Brings the weights to the host, where the optimizer works on a copy."""
-        if self._on_host:
-            self.tensor.detach().copy_(self._view(self._part))
+        """Brings what was written to the weights since the last update to the copy that the optimizer works on."""
+        if not self._copies:
+            return
+        copy, weights = self.tensor.detach(), self._view(self._part).to(self.tensor.device)
+        if self.master:  # what is the copy rounded, nobody has written to
+            copy.copy_(torch.where(weights == copy.to(weights.dtype), copy, weights.to(copy.dtype)))
+        else:
+            copy.copy_(weights)
 
     def done(self) -> None:
         """Brings what was updated back, and lets go of the gradient."""
-        if self._on_host and self.tensor.grad is not None:
+        if self._copies and self.tensor.grad is not None:
             self._view(self._part).copy_(self.tensor.detach())
         self.tensor.grad = None
 
@@ -103,13 +117,20 @@ class Pieces:
         comm: The ranks.
         optimizer: The user's own object.
         sharded: Whether other ranks update what this one does not.
+        masters: Whether weights of 16 bits are updated in float32.
         offload: Where state goes, if not beside the weights.
     """
 
     def __init__(
-        self, comm: Collectives, optimizer: optim.Optimizer, *, sharded: bool, offload: Offload | None = None
+        self,
+        comm: Collectives,
+        optimizer: optim.Optimizer,
+        *,
+        sharded: bool,
+        masters: bool = False,
+        offload: Offload | None = None,
     ) -> None:
-        self.comm, self.optimizer, self.sharded = comm, optimizer, sharded
+        self.comm, self.optimizer, self.sharded, self._masters = comm, optimizer, sharded, masters
         self._whole = not is_elementwise(optimizer)
         self.device = next((p.device for group in optimizer.param_groups for p in group["params"]), torch.device("cpu"))
         self._weights: list[tuple[FlatWeights, list[_Piece]]] = []
@@ -127,12 +148,14 @@ class Pieces:
         if not self._weights:
             self._plain_state_dict = self.optimizer.state_dict
             self.optimizer.state_dict = self._full_state_dict  # type: ignore[method-assign]
+            if self._masters:
+                self.optimizer.register_load_state_dict_pre_hook(self._before_load)
+                self.optimizer.register_load_state_dict_post_hook(self._after_load)
         pieces = []
         for position, segment in enumerate(weights.group.layout.segments):
             inside = [range(max(s.start, segment.offset), min(s.stop, segment.stop)) for s in weights.own]
-            pieces += [
-                _Piece(weights, position, place, whole=self._whole, on_host=self._on_host) for place in joined(inside)
-            ]
+            kind = {"whole": self._whole, "on_host": self._on_host, "masters": self._masters}
+            pieces += [_Piece(weights, position, place, **kind) for place in joined(inside)]
         self._weights.append((weights, pieces))
         for piece in pieces:
             self._of[id(piece.param)].append(piece)
@@ -166,7 +189,8 @@ class Pieces:
         optimizer.state = self._state
         before = generators_state(self.device) if self.sharded and self._whole else None
         try:
-            self._show(params)
+            for group, own in zip(optimizer.param_groups, params, strict=True):
+                group["params"] = [piece.tensor for piece in self._pieces_of(own)]
             for hook in pre_hooks.values():
                 hook(optimizer, (), {})
             optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
@@ -185,11 +209,8 @@ class Pieces:
         for hook in post_hooks.values():  # only now: they may look at the weights
             hook(optimizer, (), {})
 
-    def _show(self, params: Sequence[Sequence[torch.Tensor]], only: _Piece | None = None) -> None:
-        """Puts the pieces, or one of them, in the place of parameters."""
-        for group, own in zip(self.optimizer.param_groups, params, strict=True):
-            pieces = [piece for param in own for piece in self._of.get(id(param), ())]
-            group["params"] = [piece.tensor for piece in pieces if only is None or piece is only]
+    def _pieces_of(self, params: Sequence[torch.Tensor]) -> list[_Piece]:
+        return [piece for param in params for piece in self._of.get(id(param), ())]
 
     def _step(self, step: Callable[[], Any], params: Sequence[Sequence[torch.Tensor]]) -> None:
         every = [piece for _, pieces in self._weights for piece in pieces]
@@ -202,11 +223,15 @@ class Pieces:
             for piece in every:
                 self._shelf.put(id(piece), self._state.get(piece.tensor, {}))
         else:
-            for piece in every:
-                if piece.tensor.grad is not None:
-                    self._show(params, piece)
-                    step()
-                    self._shelf.put(id(piece), self._state[piece.tensor])
+            for group in self.optimizer.param_groups:
+                group["params"] = []
+            for group, own in zip(self.optimizer.param_groups, params, strict=True):
+                for piece in self._pieces_of(own):
+                    if piece.tensor.grad is not None:
+                        group["params"] = [piece.tensor]
+                        step()
+                        self._shelf.put(id(piece), self._state[piece.tensor])
+                group["params"] = []
         for piece in every:
             piece.done()
 
@@ -227,7 +252,21 @@ class Pieces:
         for param in [param for param in state if id(param) in managed]:
             found = state.pop(param)
             for piece in self._of.get(id(param), ()):
-                self._state[piece.tensor] = {key: _cut(value, piece) for key, value in found.items()}
+                own = {key: _cut(value, piece) for key, value in found.items()}
+                if piece.master and MASTER in own:
+                    piece.tensor.detach().copy_(own.pop(MASTER))
+                self._state[piece.tensor] = own
+
+    def _before_load(self, optimizer: optim.Optimizer, saved: dict[str, Any]) -> None:
+        self._loaded: dict[str, Any] = saved
+
+    def _after_load(self, optimizer: optim.Optimizer) -> None:
+        """Takes the values as they were saved: torch has cast them to the dtype of the weights."""
+        saved, self._loaded = self._loaded, {}
+        keys = [key for group in saved["param_groups"] for key in group["params"]]
+        for key, param in zip(keys, (p for group in optimizer.param_groups for p in group["params"]), strict=True):
+            if key in saved["state"]:
+                optimizer.state[param] = dict(saved["state"][key])
 
     def _full_state_dict(self) -> dict[str, Any]:
         """`optimizer.state_dict()` as without sharding: whole tensors in the parameters' shapes. Collective."""
@@ -242,6 +281,10 @@ class Pieces:
         finally:
             optimizer.state = state
 
+    def _state_of(self, piece: _Piece) -> dict[str, Any]:
+        master = {MASTER: piece.tensor} if piece.master else {}
+        return {**self._state[piece.tensor], **master}
+
     @torch.no_grad()
     def _assembled(self, group: FlatGroup, pieces: Sequence[_Piece]) -> dict[torch.Tensor, Any]:
         position = {id(param): number for number, param in enumerate(group.params)}
@@ -249,7 +292,7 @@ class Pieces:
             (
                 position[id(piece.param)],
                 piece.place,
-                {k: _host(value) for k, value in self._state[piece.tensor].items()},
+                {k: _host(value) for k, value in self._state_of(piece).items()},
             )
             for piece in pieces
             if piece.tensor in self._state
@@ -283,6 +326,8 @@ def _cut(value: Any, piece: _Piece) -> Any:
     """A piece's part of a state value: tensors in the parameter's shape are laid out as it is and cut."""
     if not isinstance(value, torch.Tensor):
         return value
+    if value.dim():  # else it is a count, which torch keeps on the CPU
+        value = value.to(piece.tensor.device)
     if piece.whole or value.shape != piece.template.shape:
         return value.clone()
     flat = torch.zeros(piece.segment.padded, dtype=value.dtype, device=value.device)

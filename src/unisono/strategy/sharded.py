@@ -8,18 +8,15 @@ After the reduce-scatter of the gradients each rank updates what it owns, then s
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from unisono.comm.api import Collectives
-from unisono.strategy.base import StepPlan
-from unisono.strategy.flat import BUCKET_BYTES, FlatBuffer, FlatGroup
+from unisono.strategy.base import Setup, StepPlan
+from unisono.strategy.flat import FlatBuffer, FlatGroup
 from unisono.strategy.gradients import GradientStrategy
 from unisono.strategy.grouped import GroupedStrategy, clip_factor
-from unisono.strategy.offload import Offload
-from unisono.strategy.pieces import Pieces, is_elementwise
+from unisono.strategy.pieces import is_elementwise
 from unisono.strategy.reduction import RESULTS, Norms, Partition
 from unisono.strategy.rounds import Rounds
 from unisono.strategy.weights import FlatWeights
@@ -31,17 +28,6 @@ class OptimizerShardedStrategy(GradientStrategy):
     name = "zero1"
     shares_gradients = False
 
-    def __init__(
-        self,
-        comm: Collectives,
-        optimizer: torch.optim.Optimizer,
-        names: dict[int, str],
-        bucket_bytes: int = BUCKET_BYTES,
-        offload: Offload | None = None,
-    ) -> None:
-        super().__init__(comm, optimizer, names, bucket_bytes)
-        self._pieces = Pieces(comm, optimizer, sharded=True, offload=offload)
-
     def _partition(self, group: FlatGroup) -> Partition:
         partition = Partition(group, self.comm, whole=not is_elementwise(self.optimizer))
         self._pieces.add(FlatWeights(self.comm, group, partition))
@@ -52,9 +38,6 @@ class OptimizerShardedStrategy(GradientStrategy):
             param.grad = None
         self._pieces.set_gradients(group, lambda place: result.flat[place.start : place.stop], present)
 
-    def update(self, step: Callable[[], Any]) -> None:
-        self._pieces.update(step)
-
 
 class GradientShardedStrategy(GroupedStrategy):
     """`zero2`; see the module's docstring."""
@@ -63,16 +46,8 @@ class GradientShardedStrategy(GroupedStrategy):
     strided = True
     whole_segments = True
 
-    def __init__(
-        self,
-        comm: Collectives,
-        optimizer: torch.optim.Optimizer,
-        names: dict[int, str],
-        bucket_bytes: int = BUCKET_BYTES,
-        offload: Offload | None = None,
-    ) -> None:
-        super().__init__(comm, optimizer, names, bucket_bytes)
-        self._pieces = Pieces(comm, optimizer, sharded=True, offload=offload)
+    def __init__(self, setup: Setup) -> None:
+        super().__init__(setup)
         self._rounds: list[Rounds] = []
         self._hooks: list[RemovableHandle] = []
 
@@ -112,23 +87,6 @@ class GradientShardedStrategy(GroupedStrategy):
             if rounds.armed:
                 rounds.finish()
 
-    def launch(self, plan: StepPlan) -> None:
-        return None  # all rounds have been exchanged
-
-    def resend(self, plan: StepPlan) -> None:
-        return None
-
-    def cancel(self, plan: StepPlan) -> None:
-        return None
-
-    @property
-    def began(self) -> bool:
-        return False
-
-    @property
-    def must_resend(self) -> bool:
-        return False
-
     @torch.no_grad()
     def complete(self, total: float, present: Sequence[bool], clip_norm: float | None) -> torch.Tensor:
         found = [rounds.results() for rounds in self._rounds]
@@ -144,7 +102,7 @@ class GradientShardedStrategy(GroupedStrategy):
         for sums, rounds in zip(found, self._rounds, strict=True):
             group, shards = rounds.group, rounds.partition.own(self.comm.rank)
             if clip_norm is not None:
-                factor = clip_factor(norm, clip_norm).to(group.device, group.dtype)
+                factor = clip_factor(norm, clip_norm, group)
                 for value in sums:
                     value.mul_(factor)
 
@@ -155,6 +113,3 @@ class GradientShardedStrategy(GroupedStrategy):
             self._pieces.set_gradients(group, part, present[start : start + len(group.params)])
             start += len(group.params)
         return norm
-
-    def update(self, step: Callable[[], Any]) -> None:
-        self._pieces.update(step)

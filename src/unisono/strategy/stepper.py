@@ -28,6 +28,7 @@ from unisono.strategy.base import StepPlan
 from unisono.strategy.buffers import ModelBuffers
 from unisono.strategy.exchange import Ending, Exchange
 from unisono.strategy.extras import RankStep
+from unisono.strategy.loss_scale import LossScale
 from unisono.strategy.outcomes import Outcomes
 from unisono.strategy.parity import Watch, check_alike, check_taken, is_due
 from unisono.strategy.unit import Unit
@@ -45,6 +46,7 @@ class Stepper:
         on_step: Called after every step, on every rank.
         on_note: Called with a sentence for the user.
         lag: How many steps later logged values are read: 0 on a CPU, 1 where reading would stall the device.
+        loss_scale: What losses are multiplied by, or None.
     """
 
     def __init__(
@@ -57,8 +59,10 @@ class Stepper:
         on_step: Callable[[StepOutcome], None] = lambda outcome: None,
         on_note: Callable[[str], None] = lambda note: None,
         lag: int | None = None,
+        loss_scale: LossScale | None = None,
     ) -> None:
         self.comm, self.device, self.seed, self.timer = comm, device, seed, timer
+        self.loss_scale = loss_scale
         self.units: list[Unit] = []
         self.step = 0
         self.epoch = 0
@@ -66,12 +70,22 @@ class Stepper:
         self.micro: MicroBatch | None = None
         self._on_note = on_note
         self._outcomes = Outcomes(device, int(device.type != "cpu") if lag is None else lag, on_step)
-        self._exchange = Exchange(comm, device, self.units, self._outcomes, seed=seed, timer=timer, on_note=on_note)
+        self._exchange = Exchange(
+            comm,
+            device,
+            self.units,
+            self._outcomes,
+            seed=seed,
+            timer=timer,
+            on_note=on_note,
+            loss_scale=loss_scale,
+        )
         self._models: list[nn.Module] = []
         self._buffers = ModelBuffers(comm, [])
         self._schedule: Schedule | None = None
         self._plan: StepPlan | None = None
         self._watch = Watch([])
+        self._num_params, self._all_params = -1, list[torch.Tensor]()
         self._weight: float | None = None
         self._done = True  # whether the present micro-batch needs nothing more
         self._step_in_epoch = 0
@@ -89,6 +103,7 @@ class Stepper:
         if not any(model is known for known in self._models):
             self._models.append(model)
             self._buffers, self._watch = ModelBuffers(self.comm, self._models), Watch(self._models)
+            self._num_params = -1
 
     def begin(self, epoch: int, micro: MicroBatch, schedule: Schedule) -> None:
         """Starts a micro-batch: gradients cleared, buffers at the step's values, generators seeded.
@@ -187,7 +202,10 @@ class Stepper:
 
     def _clear(self) -> None:
         """Also of what no optimizer has yet: it may be added in mid-step, and not with gradients of many batches."""
-        for param in (*self._params(), *self._watch.params):
+        params = self._params()
+        if len(params) != self._num_params:
+            self._num_params, self._all_params = len(params), list(dict.fromkeys((*params, *self._watch.params)))
+        for param in self._all_params:
             param.grad = None
 
     @property
@@ -338,11 +356,14 @@ class Stepper:
             check_alike(self.comm, self._models, self.step)
         step, epoch, times, size = self.step, self.epoch, self.timer.take(), self._schedule.step_size(self.micro.step)
         norm = None if self._exchange.norm is None else read_later(self._exchange.norm)
-        lr = self._exchange.lr
+        lr, scaling = self._exchange.lr, {}
+        if self.loss_scale is not None:
+            scaling["loss_scale"] = self.loss_scale.value
+            self.loss_scale.end_step(self._exchange.finite)
 
         def outcome(values: dict[str, float]) -> StepOutcome:
             grad_norm = None if norm is None else lambda: float(norm())
-            return StepOutcome(step, epoch, size, grad_norm, lr, values, times)
+            return StepOutcome(step, epoch, size, grad_norm, lr, {**values, **scaling}, times)
 
         self._outcomes.end_step([len(block) for block in self._plan.blocks], ranks, outcome)
 

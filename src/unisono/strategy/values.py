@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from unisono.errors import InputError
-from unisono.numerics.sums import exact_sum
+from unisono.numerics.sums import weighted_mean
 from unisono.strategy.extras import MAX_VALUES, RankStep
 
 
@@ -123,13 +123,12 @@ def average(names: Sequence[str], ranks: Sequence[RankStep], counts: Sequence[in
     unit = next((k for k in units if any(any(rank.scales[k]) for rank in ranks)), None)
     for column, name in enumerate(names):
         pairs = [
-            (scale, row[column])
+            (row[column], scale)
             for rank, count in zip(ranks, counts, strict=True)
             for scale, row in zip(
                 [1.0] * count if unit is None else rank.scales[unit][:count], rank.values[:count], strict=False
             )
             if scale > 0 and not math.isnan(row[column])
         ]
-        weight = exact_sum(scale for scale, _ in pairs)
-        found[name] = exact_sum(scale * value for scale, value in pairs) / weight if weight else math.nan
+        found[name] = weighted_mean(pairs)
     return found

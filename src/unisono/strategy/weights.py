@@ -47,7 +47,8 @@ class FlatWeights:
             param.data = view
         self.gathered = True
         self._num_bytes = self.flat.untyped_storage().nbytes()
-        self._places = everything if self.resident else self._held(comm.rank)
+        self._held = {} if self.resident else {member: self._held_by(member) for member in self.team.members}
+        self._places = everything if self.resident else self._held[comm.rank]
         self._kept = [self.flat[place.start : place.stop] for place in self._places]
         if not self.resident:
             self._kept = [part.clone() for part in self._kept]
@@ -56,7 +57,7 @@ class FlatWeights:
             self._away = [nan.expand(like.shape) for like in group.templates]
             self.free()
 
-    def _held(self, rank: int) -> list[range]:
+    def _held_by(self, rank: int) -> list[range]:
         """What a rank keeps of each bucket: what it and its peers update."""
         assert self.partition is not None
         return [
@@ -95,10 +96,9 @@ class FlatWeights:
         self.flat.untyped_storage().resize_(self._num_bytes)
         for place, kept in zip(self._places, self._kept, strict=True):
             self.flat[place.start : place.stop].copy_(kept)
-        held = {member: self._held(member) for member in self.team.members}
         arrivals = [
             self._exchange(
-                {member: self.flat[places[slot].start : places[slot].stop] for member, places in held.items()}
+                {member: self.flat[places[slot].start : places[slot].stop] for member, places in self._held.items()}
             )
             for slot in range(len(self._places))
         ]

@@ -15,9 +15,12 @@ import torch
 
 from unisono.data.loader import LoaderOptions, MicroBatchLoader
 from unisono.data.schedule import MicroBatch, Schedule
+from unisono.forward.mixed import Narrow
+from unisono.forward.options import AUTOCAST
 from unisono.numerics.digest import full_state, weights_digest
 from unisono.numerics.seeds import derive_seed, seed_all
-from unisono.recipe import Recipe
+from unisono.recipe import BF16, FP16_MIXED, Recipe
+from unisono.strategy.loss_scale import LossScale
 from unisono.verify.trace import Trace, hash_of
 
 _AVERAGED = ("running_mean", "running_var")
@@ -37,12 +40,17 @@ def train_plain(recipe: Recipe, device: torch.device, folder: Path, save_at: int
     seed_all(derive_seed(recipe.seed, "init"), device)
     data = recipe.train if hasattr(recipe.train, "__getitem__") else recipe.train()
     seed_all(derive_seed(recipe.seed, "model"), device)
-    model = recipe.model().to(device)
+    low = recipe.precision == BF16
+    model = recipe.model().to(device, torch.bfloat16 if low else None)
+    if low:
+        Narrow(model)
     optimizer = recipe.optimizer(model.parameters())
+    masters = _master_weights(optimizer) if low else {}
+    loss_scale = LossScale() if recipe.precision == FP16_MIXED else None
     schedule = recipe.schedule(optimizer) if recipe.schedule else None
     model.train()
     for step, batches in enumerate(itertools.islice(_steps(recipe, data, device), recipe.steps)):
-        _step(recipe, model, optimizer, device, trace, step, batches)
+        _step(recipe, model, optimizer, masters, loss_scale, device, trace, step, batches)
         if schedule is not None:
             schedule.step()
         trace.step(full_state(model), folder, save_at)
@@ -68,12 +76,17 @@ def _step(
     recipe: Recipe,
     model: torch.nn.Module,
     optimizer: torch.optim.Optimizer,
+    masters: dict[torch.Tensor, torch.Tensor],
+    loss_scale: LossScale | None,
     device: torch.device,
     trace: Trace,
     step: int,
     batches: list[tuple[MicroBatch, Any]],
 ) -> None:
     params = [param for group in optimizer.param_groups for param in group["params"]]
+    if masters:
+        params = list(masters)
+    scaling = 1.0 if loss_scale is None else loss_scale.value
     begin = {name: buffer.clone() for name, buffer in model.named_buffers()}
     grads: list[list[torch.Tensor | None]] = []
     left: list[dict[str, torch.Tensor]] = []
@@ -86,11 +99,12 @@ def _step(
             param.grad = None
         seed_all(derive_seed(recipe.seed, "micro-batch", step, micro.index), device)
         seen = hash_of(batch)
-        with torch.autocast(device.type, torch.bfloat16, enabled=recipe.precision == "bf16-mixed"):
+        autocast = AUTOCAST.get(recipe.precision)
+        with torch.autocast(device.type, autocast, enabled=autocast is not None):
             found = recipe.loss(model, batch)
         loss, weight = found if isinstance(found, tuple) else (found, None)
         trace.micro(step, micro.index, seen, loss)
-        loss.backward()
+        (loss * scaling).backward()
         scale = float(micro.num_samples if weight is None else weight) / (recipe.micro_batch or recipe.global_batch)
         scales.append(scale)
         grads.append([None if p.grad is None else p.grad if scale == 1.0 else p.grad * scale for p in params])
@@ -99,16 +113,33 @@ def _step(
     for param, parts in zip(params, zip(*grads, strict=True), strict=True):
         found_any = any(part is not None for part in parts)
         whole = [torch.zeros_like(param) if part is None else part for part in parts]
-        param.grad = _pairwise(whole) / total if found_any else None
+        param.grad = _pairwise(whole) / (total * scaling) if found_any else None
     for name, buffer in model.named_buffers():
         values = [buffers[name] for buffers in left]
         if name.rpartition(".")[2] in _AVERAGED and buffer.is_floating_point():
             buffer.copy_((_pairwise([value.double() for value in values]) / len(values)).to(buffer.dtype))
         elif name in begin and buffer.shape == begin[name].shape:
             buffer.data.copy_(values[0])
-    if recipe.clip_norm is not None:
-        torch.nn.utils.clip_grad_norm_(params, recipe.clip_norm)
+    norm = torch.nn.utils.clip_grad_norm_(params, recipe.clip_norm or float("inf"))
+    if loss_scale is not None:
+        loss_scale.end_step(bool(norm.isfinite()))
+        if not norm.isfinite():
+            return
+    for param, master in masters.items():
+        master.grad = None if param.grad is None else param.grad.float()
     optimizer.step()
+    for param, master in masters.items():
+        param.detach().copy_(master)
+
+
+def _master_weights(optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, torch.Tensor]:
+    """Lets the optimizer work on float32 copies; returns them by parameter."""
+    masters: dict[torch.Tensor, torch.Tensor] = {}
+    for group in optimizer.param_groups:
+        own = {param: torch.nn.Parameter(param.detach().float()) for param in group["params"]}
+        group["params"] = list(own.values())
+        masters.update(own)
+    return masters
 
 
 def _pairwise(parts: list[torch.Tensor]) -> torch.Tensor:

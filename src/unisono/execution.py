@@ -1,0 +1,32 @@
+"""Execution: how a run is executed, which cannot show in its weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Execution:
+    """How a run is executed. See `unisono.init`.
+
+    Attributes:
+        strategy: Its name.
+        shard_size: For hsdp: ranks of a team. None: chosen.
+        offload: Where the optimizer's state goes: "cpu", "disk" or None.
+        offload_dir: The folder for "disk"; None for the system's.
+        recompute: Whether blocks run their forward again instead of keeping activations.
+        num_workers: Loader processes a rank; None for what the code says.
+    """
+
+    strategy: str = "ddp"
+    shard_size: int | None = None
+    offload: str | None = None
+    offload_dir: str | None = None
+    recompute: bool = False
+    num_workers: int | None = None
+
+    def with_flags(self, flags: Mapping[str, Any]) -> Execution:
+        """Returns what the launcher's flags make of it: they win. Flags for something else are left out."""
+        return replace(self, **{f.name: flags[f.name] for f in fields(self) if flags.get(f.name) is not None})
