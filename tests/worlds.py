@@ -42,14 +42,14 @@ class Outcome:
 
 
 def run_world(
-    world_size: int, function: Callable[..., Any], *args: Any, timeout_s: float = 60.0, strategy: str | None = None
+    world_size: int, function: Callable[..., Any], *args: Any, timeout_s: float = 60.0, **flags: Any
 ) -> list[Any]:
     """Returns `function(*args)` of every rank; fails with the first traceback if a rank raised.
 
     Args:
-        strategy: Wins over what the function says, as a flag of `unisono run` does.
+        flags: Such as `strategy`: they win over what the function says, as those of `unisono run` do.
     """
-    outcomes = outcomes_of_world(world_size, function, *args, timeout_s=timeout_s, strategy=strategy)
+    outcomes = outcomes_of_world(world_size, function, *args, timeout_s=timeout_s, **flags)
     for rank, outcome in enumerate(outcomes):
         if outcome.error is not None or outcome.exit_code != 0:
             others = "\n".join(f"rank {r}: {o.exit_code} {o.error!r}" for r, o in enumerate(outcomes))
@@ -58,7 +58,7 @@ def run_world(
 
 
 def outcomes_of_world(
-    world_size: int, function: Callable[..., Any], *args: Any, timeout_s: float = 60.0, strategy: str | None = None
+    world_size: int, function: Callable[..., Any], *args: Any, timeout_s: float = 60.0, **flags: Any
 ) -> list[Outcome]:
     """Runs `function(*args)` on every rank and says what became of each; nothing is left running."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
@@ -66,8 +66,8 @@ def outcomes_of_world(
     for rank in range(world_size):
         receiving, sending = CONTEXT.Pipe(duplex=False)
         environment = {} if world_size == 1 else _environment(rank, world_size, store.port)
-        if strategy is not None:
-            environment["UNISONO_JOB"] = json.dumps({"flags": {"strategy": strategy}})
+        if flags:
+            environment["UNISONO_JOB"] = json.dumps({"flags": flags})
         process = CONTEXT.Process(target=_child, args=(sending, environment, function, args))
         process.start()
         sending.close()

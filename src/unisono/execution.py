@@ -13,6 +13,7 @@ class Execution:
 
     Attributes:
         strategy: Its name.
+        workers: For dp: threads of a CPU, or accelerators, that share the micro-batches. None: all.
         shard_size: For hsdp: ranks of a team. None: chosen.
         offload: Where the optimizer's state goes: "cpu", "disk" or None.
         offload_dir: The folder for "disk"; None for the system's.
@@ -21,6 +22,7 @@ class Execution:
     """
 
     strategy: str = "ddp"
+    workers: int | None = None
     shard_size: int | None = None
     offload: str | None = None
     offload_dir: str | None = None

@@ -23,6 +23,7 @@ def init(
     seed: int = 0,
     threads: int = 1,
     strategy: str = "ddp",
+    workers: int | None = None,
     shard_size: int | None = None,
     offload: str | None = None,
     offload_dir: str | Path | None = None,
@@ -39,8 +40,9 @@ def init(
         threads: Intra-op threads. CPU kernels add in an order that depends on it, so it is part of a run's
             definition, and 1 is the number that every machine has. Use the other cores by `unisono run --nproc`.
         strategy: "ddp", or what is sharded over the ranks: "zero1" the optimizer's state, "zero2" gradients too,
-            "zero3" (or "fsdp") weights too, "hsdp" weights inside of a team of ranks. The weights after every step
-            are the same; see docs/strategies.md.
+            "zero3" (or "fsdp") weights too, "hsdp" weights inside of a team of ranks; or "dp": one process with
+            several accelerators, or threads. The weights after every step are the same; see docs/strategies.md.
+        workers: For "dp": how many accelerators, or threads on a CPU. Default: all, and one a usable core.
         shard_size: Ranks of a team, for "hsdp". Default: those of a host, where there are several.
         offload: Where the optimizer's state goes: "disk" into files that are mapped into memory; "cpu", for
             accelerators, into the host's memory, where the update then runs.
@@ -64,7 +66,14 @@ def init(
     """
     place = detect()
     folder = None if offload_dir is None else str(offload_dir)
-    how = Execution(strategy=strategy, shard_size=shard_size, offload=offload, offload_dir=folder, recompute=recompute)
+    how = Execution(
+        strategy=strategy,
+        workers=workers,
+        shard_size=shard_size,
+        offload=offload,
+        offload_dir=folder,
+        recompute=recompute,
+    )
     run = open_run(place, how, seed=seed, threads=threads, precision=precision, compile=compile, timeout_s=timeout_s)
     if run.run_dir is None and run_dir is not None:
         run.claim(Path(run_dir))

@@ -88,8 +88,9 @@ class Preparation:
             on_note=self._on_note,
         )
         self._stepper.add_model(model)
-        # A scripted model takes no hooks: a plain `loss.backward()` of it counts as forward time.
-        if not isinstance(model, torch.jit.ScriptModule):
+        # A plain `loss.backward()` counts as forward time where there can be no hook: a scripted model takes none, and
+        # under dp the clock is the main thread's.
+        if not isinstance(model, torch.jit.ScriptModule) and not self._factory.in_threads:
             model.register_forward_hook(_BackwardWatch(self._timer))
 
     @staticmethod
@@ -133,7 +134,14 @@ class Preparation:
             )
         self._session.comm.broadcast([param.detach() for param in own])
         masters = self.forward.precision == BF16
-        setup = Setup(comm=self._session.comm, optimizer=optimizer, names=names, masters=masters, **self._options)
+        setup = Setup(
+            comm=self._session.comm,
+            optimizer=optimizer,
+            names=names,
+            on_note=on_note,
+            masters=masters,
+            **self._options,
+        )
         strategy = self._factory(setup)
         strategy.attach(list(self.models.values()))
         unit = Unit(strategy, optimizer.step, clip_norm=clip_norm)

@@ -32,7 +32,7 @@ from unisono.observe.ledger import Ledger
 from unisono.observe.timer import PhaseTimer
 from unisono.prepare import LOADING, Preparation
 from unisono.recipe import FP16_MIXED
-from unisono.strategy.backward import backward, check_finite, check_loss
+from unisono.strategy.backward import check_finite, check_loss
 from unisono.strategy.loss_scale import LossScale
 from unisono.strategy.stepper import Stepper
 
@@ -240,7 +240,7 @@ class Run:
             check_finite(loss, stepper.where(), self.step)
         self.log(loss=loss.detach())
         self.timer.enter("backward")
-        backward(loss, stepper.loss_scale)
+        stepper.backward(loss)
 
     def log(self, **values: Any) -> None:
         """Notes numbers of this micro-batch, before `optimizer.step()`: metrics.jsonl gets their mean over the step."""
@@ -386,6 +386,7 @@ class Run:
                     write_json(self.run_dir / "summary.json", {**summary, "finished": not failed})
         finally:
             self.ledger.close()
+            self._stepper.close()
             self._session.close(failed, wait)
 
     def _at_exit(self) -> None:

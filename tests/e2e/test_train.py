@@ -62,6 +62,16 @@ def test_one_digest_for_the_digits(alone: tuple[Done, Path], tmp_path: Path, npr
     assert sorted(path.name for path in (tmp_path / "mine/logs").iterdir()) == [f"rank-{r}.log" for r in range(nproc)]
 
 
+def test_threads_of_one_process(alone: tuple[Done, Path], tmp_path: Path) -> None:
+    done = run([*DIGITS, "--strategy", "dp", "--nproc", "3", "--run-dir", "mine"], tmp_path)
+    expected = alone[0].summary
+    assert (done.summary["nproc"], done.summary["strategy"]) == (1, "dp")
+    assert (done.summary["weights_digest"], done.summary["eval"]) == (expected["weights_digest"], expected["eval"])
+    execution = json.loads((tmp_path / "mine/recipe.json").read_text())["execution"]
+    assert (execution["nproc"], execution["workers"]) == (1, 3)
+    assert "1 process, dp" in done.err
+
+
 def folder_of(alone: tuple[Done, Path]) -> Path:
     (folder,) = (alone[1] / "runs").iterdir()
     return folder

@@ -60,6 +60,7 @@ def test_16_bits_are_the_same_everywhere_and_close_to_float32(model: str, precis
     for strategy, world_size in (("ddp", 2), ("zero1", 3), ("zero2", 2), ("zero3", 3)):
         for found in run_world(world_size, train, strategy, model, how):
             assert comparable(found) == comparable(alone)
+    assert comparable(run_world(1, train, "dp", model, {**how, "workers": 2})[0]) == comparable(alone)
 
 
 @pytest.mark.parametrize("model", MODELS)

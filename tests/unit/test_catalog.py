@@ -12,7 +12,7 @@ from unisono.strategy.team import Team
 
 
 def test_every_strategy_has_a_name_and_fsdp_is_another_of_zero3() -> None:
-    assert list(STRATEGIES) == ["ddp", "zero1", "zero2", "zero3", "hsdp"]
+    assert list(STRATEGIES) == ["ddp", "zero1", "zero2", "zero3", "hsdp", "dp"]
     assert [strategy_name(name) for name in STRATEGIES] == list(STRATEGIES)
     assert strategy_name("fsdp") == "zero3"
 

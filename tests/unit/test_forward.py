@@ -19,7 +19,7 @@ from tests.forwards import Net, Plain, apply, batch
 from unisono.errors import InputError
 from unisono.forward.options import composite_blocks
 from unisono.forward.recomputed import Recomputed
-from unisono.forward.wrapped import Wrapped
+from unisono.strategy.wrapped import Wrapped
 
 
 @pytest.mark.parametrize("options", [{"precision": "bf16-mixed"}, {"recompute": True}, {"compile": True}], ids=str)

@@ -99,8 +99,14 @@ def test_the_most_processes_that_can_share_a_step(batch: int, micro: int | None,
         ({"epochs": 1, "steps": 1}, "Recipe has both epochs and steps"),
         ({"seed": 1.5}, "Recipe.seed must be an integer, got 1.5"),
         ({"seed": False}, "Recipe.seed must be an integer, got False"),
-        ({"precision": "float8"}, "Recipe.precision must be one of float32, bf16-mixed, bf16, fp16-mixed, got 'float8'"),
-        ({"precision": ["bf16-mixed"]}, "Recipe.precision must be one of float32, bf16-mixed, bf16, fp16-mixed, got ['bf16-mixed']"),
+        (
+            {"precision": "float8"},
+            "precision must be one of float32, bf16-mixed, bf16, fp16-mixed, got 'float8'",
+        ),
+        (
+            {"precision": ["bf16-mixed"]},
+            "precision must be one of float32, bf16-mixed, bf16, fp16-mixed, got ['bf16-mixed']",
+        ),
         ({"precision": "fp16"}, "got 'fp16' (did you mean 'bf16'?)"),
         ({"compile": 1}, "Recipe.compile must be True or False, got 1"),
         ({"clip_norm": 0}, "Recipe.clip_norm must be a positive number or None, got 0"),
@@ -313,7 +319,7 @@ def test_flags_change_the_recipe_and_say_so(write: Callable[..., str]) -> None:
     assert (changed.recipe.precision, changed.recipe.compile) == ("bf16-mixed", False)
     assert changed.origins == {"precision": "--precision", "compile": "--compile"}
     assert changed.digest not in (found.digest, found.with_flags(compile=False).digest)
-    with pytest.raises(InputError, match=r"^--precision must be one of float32, bf16-mixed, bf16, fp16-mixed, got 'fp16'"):
+    with pytest.raises(InputError, match=r"^--precision must be one of float32, .*, fp16-mixed, got 'fp16'"):
         found.with_flags(precision="fp16")
 
 

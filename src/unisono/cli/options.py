@@ -12,7 +12,8 @@ RecipeSource = Annotated[
     str, typer.Argument(help="A Python file with `recipe(**options)`, or a built-in: stdlib-gpt, digits.")
 ]
 Nproc = Annotated[
-    int | None, typer.Option(help="Processes. Default: one a GPU, or one a usable core where there is none.")
+    int | None,
+    typer.Option(help="Processes; under dp, devices or threads of one. Default: one a GPU, or one a usable core."),
 ]
 Settings = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="An option of the recipe; repeatable.")
@@ -21,7 +22,7 @@ NumWorkers = Annotated[
     int | None, typer.Option(help="Loader processes a rank; cannot show in the weights. Default: the script's, or 0.")
 ]
 StrategyName = Annotated[
-    str | None, typer.Option(help="ddp, zero1, zero2, zero3 (fsdp) or hsdp. Default: the script's, or ddp.")
+    str | None, typer.Option(help="ddp, zero1, zero2, zero3 (fsdp), hsdp or dp. Default: the script's, or ddp.")
 ]
 ShardSize = Annotated[
     int | None, typer.Option(help="For hsdp: ranks that keep one copy together. Default: those of a host.")
@@ -34,7 +35,7 @@ OffloadDir = Annotated[
 ]
 Precision = Annotated[
     str | None,
-    typer.Option(help="float32, bf16-mixed, fp16-mixed or bf16; shows in the weights. Default: the code's, or float32."),
+    typer.Option(help="float32, bf16-mixed, fp16-mixed or bf16; shows in the weights. Default: the code's."),
 ]
 Compile = Annotated[
     bool | None,

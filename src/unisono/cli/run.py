@@ -31,12 +31,10 @@ def run(
     options.check_counts(nproc, num_workers)
     if not Path(script).is_file():
         raise InputError(f"script {script} does not exist")
-    from unisono.cli.start import devices, launch_ranks, make_run_dir
+    from unisono.cli.start import devices, launch_ranks, make_run_dir, shared
     from unisono.execution import Execution
     from unisono.forward.compiled import check_compiler
     from unisono.launch.elastic import Job
-    from unisono.launch.environment import Place
-    from unisono.opening import resolve
     from unisono.recipe import check_precision
 
     flags = options.given(
@@ -53,9 +51,9 @@ def run(
     # What a flag belongs to may be said by the script.
     owners = {"shard_size": strategy, "offload_dir": offload}
     known = {name: value for name, value in flags.items() if owners.get(name, value) is not None}
-    how, _ = resolve(Execution().with_flags(known), Place(0, nproc, 0, nproc))
+    how, nproc = shared(Execution().with_flags(known), nproc)
     if strategy is not None:
-        flags["strategy"] = how.strategy
+        flags |= options.given(strategy=how.strategy, workers=how.workers)
     if precision is not None:
         check_precision(precision, "--precision")
     if compile:

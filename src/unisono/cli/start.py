@@ -3,19 +3,38 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 
 import torch
 
 from unisono.errors import InputError, Interrupted
+from unisono.execution import Execution
 from unisono.launch.elastic import Job, RanksFailed, launch
-from unisono.launch.environment import usable_cores
+from unisono.launch.environment import Place, usable_cores
+from unisono.opening import resolve
+from unisono.strategy.catalog import strategy_name
+from unisono.strategy.threaded import ThreadedStrategy
 
 
 def devices() -> int:
     """Accelerators of this host, or its usable cores where there are none."""
     return torch.accelerator.device_count() if torch.accelerator.is_available() else usable_cores()
+
+
+def shared(how: Execution, nproc: int) -> tuple[Execution, int]:
+    """Checks, before anything is started, that `nproc` can do as they are told.
+
+    Returns:
+        What is meant, and how many processes: one under dp, where `nproc` counts what shares its work.
+
+    Raises:
+        InputError: they cannot.
+    """
+    if strategy_name(how.strategy) == ThreadedStrategy.name:
+        how, nproc = replace(how, workers=nproc if how.workers is None else how.workers), 1
+    return resolve(how, Place(0, nproc, 0, nproc))[0], nproc
 
 
 def make_run_dir(given: str | None, name: str) -> Path:

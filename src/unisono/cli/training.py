@@ -14,14 +14,13 @@ import numpy as np
 import torch
 
 from unisono.cli.report import show_summary
-from unisono.cli.start import devices, launch_ranks, make_run_dir
+from unisono.cli.start import devices, launch_ranks, make_run_dir, shared
 from unisono.cli.worker import RecipeJob, train_recipe
 from unisono.errors import Interrupted
 from unisono.forward.compiled import check_compiler
 from unisono.launch.elastic import Job, Signalled
 from unisono.launch.environment import Place, usable_cores
 from unisono.observe.jsonl import write_json
-from unisono.opening import resolve
 from unisono.prepare import check_world_size
 from unisono.recipe import LoadedRecipe
 
@@ -43,7 +42,7 @@ def start(job: RecipeJob, given: Mapping[str, Any], *, as_json: bool, debug: boo
     loaded = job.load()
     recipe = loaded.recipe
     nproc = given["nproc"] if "nproc" in given else min(devices(), recipe.full_num_micro)
-    how, _ = resolve(job.how.with_flags(given), Place(0, nproc, 0, nproc))
+    how, nproc = shared(job.how.with_flags(given), nproc)
     job = replace(job, how=how)
     if recipe.compile:
         check_compiler()

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from unisono.cli.start import shared
 from unisono.cli.worker import RecipeJob
 from unisono.launch.elastic import Job, launch
 from unisono.strategy.catalog import STRATEGIES, strategy_name
@@ -31,9 +32,12 @@ def start(job: RecipeJob, worlds: Sequence[int], strategies: str, *, as_json: bo
     command = [sys.executable, "-m", "unisono.cli.worker", "trace"]
 
     def run_cell(cell: Cell, folder: Path, save_at: int | None) -> None:
-        one = replace(job, how=replace(job.how, strategy=cell.strategy))
+        how, nproc = replace(job.how, strategy=cell.strategy), cell.nproc
+        if cell.strategy != PLAIN:
+            how, nproc = shared(how, nproc)
+        one = replace(job, how=how)
         said = {"job": one.said(), "folder": str(folder), "save_at": save_at}
-        launch(Job(command=[*command, json.dumps(said)], nproc=cell.nproc, threads=recipe.threads))
+        launch(Job(command=[*command, json.dumps(said)], nproc=nproc, threads=recipe.threads))
 
     cells = [Cell(name, world) for name in names for world in worlds] + [Cell(PLAIN, 1)]
     screen = Console(file=sys.stderr)

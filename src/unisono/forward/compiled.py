@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from unisono.errors import InputError
-from unisono.forward.wrapped import Wrapped
+from unisono.strategy.wrapped import Wrapped
 
 # Kernels of one function, one for each shape. As many as torch takes at all.
 _MOST = 256

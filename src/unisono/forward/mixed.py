@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from unisono.data.tensors import map_tensors
-from unisono.forward.wrapped import Wrapped
 from unisono.strategy.loss_scale import LossScale
+from unisono.strategy.wrapped import Wrapped
 
 _LOW = (torch.bfloat16, torch.float16)
 
@@ -42,9 +42,8 @@ class Mixed(Wrapped):
     def _widened(self, tensor: torch.Tensor) -> torch.Tensor:
         if tensor.dtype in _LOW:
             tensor = tensor.float()
-        scale = self._loss_scale
-        if scale is not None and tensor.requires_grad:
-            tensor.register_hook(lambda grad: scale.check_applied())  # type: ignore[no-untyped-call]
+        if self._loss_scale is not None and tensor.requires_grad:
+            tensor.register_hook(self._loss_scale.check_applied)  # type: ignore[no-untyped-call]
         return tensor
 
     def __getstate__(self) -> dict[str, Any]:

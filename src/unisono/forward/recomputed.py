@@ -18,7 +18,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils.checkpoint import checkpoint
 
 from unisono.errors import InputError
-from unisono.forward.wrapped import Wrapped
+from unisono.strategy.wrapped import Wrapped
 
 # As in `strategy/buffers.py`: up to this size a buffer is kept by value, beyond it watched by its version counter.
 _KEPT_ELEMENTS = 16_384

@@ -39,7 +39,7 @@ def backward(loss: torch.Tensor, loss_scale: LossScale | None) -> None:
     """`loss.backward()`, of the scaled loss where there is a scale."""
     loss = loss.reshape(())
     if loss_scale is None:
-        loss.backward()  # type: ignore[no-untyped-call]
+        torch.autograd.backward(loss)
         return
     with loss_scale.applied():
-        (loss * loss_scale.value).backward()  # type: ignore[no-untyped-call]
+        torch.autograd.backward(loss * loss_scale.value)

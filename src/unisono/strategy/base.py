@@ -12,7 +12,9 @@ import torch
 from torch import nn
 
 from unisono.comm.api import Collectives
+from unisono.strategy.backward import backward
 from unisono.strategy.flat import BUCKET_BYTES, ONE_SHOT_BYTES
+from unisono.strategy.loss_scale import LossScale
 from unisono.strategy.offload import Offload
 
 
@@ -37,10 +39,13 @@ class Setup:
         comm: The ranks.
         optimizer: The user's own object; its parameters are what is trained.
         names: Names of parameters by id, for messages.
+        on_note: Called with a sentence for the user.
         shard_size: Ranks of a team that keep one copy of the weights together; None for the strategy's own.
         offload: Where the optimizer's state goes, if not beside the weights.
         masters: Whether updates are made in float32, on a second copy of weights that have 16 bits.
         bucket_bytes: The unit of one exchange. The bits do not depend on it.
+        workers: For dp: threads, or devices, that share the micro-batches.
+        devices: For dp: where the models are, then where they are copied to; empty for threads that share them.
         one_shot_bytes: Gradients are sent to all, and added up by all, where that sends less than so many bytes
             more: half the waits, and all of it during backward. The bits do not depend on it.
     """
@@ -48,9 +53,12 @@ class Setup:
     comm: Collectives
     optimizer: torch.optim.Optimizer
     names: Mapping[int, str]
+    on_note: Callable[[str], None] = lambda note: None
     shard_size: int | None = None
     offload: Offload | None = None
     masters: bool = False
+    workers: int = 1
+    devices: Sequence[torch.device] = ()
     bucket_bytes: int = BUCKET_BYTES
     one_shot_bytes: int = ONE_SHOT_BYTES
 
@@ -71,6 +79,9 @@ class Strategy(ABC):
     """Whether micro-batches are dealt out in rounds; see `Schedule`."""
     shards_weights: ClassVar[bool] = False
     """Whether a forward is collective, and parameters are whole only inside of it and of `whole`."""
+
+    in_threads: ClassVar[bool] = False
+    """Whether `end_backward` has something to wait for."""
 
     def __init__(self, setup: Setup) -> None:
         self.setup, self.comm, self.optimizer = setup, setup.comm, setup.optimizer
@@ -97,6 +108,10 @@ class Strategy(ABC):
             scale: Its scale, known once backward begins.
         """
 
+    def backward(self, loss: torch.Tensor, loss_scale: LossScale | None) -> None:
+        """What `run.backward` does with a loss that was checked."""
+        backward(loss, loss_scale)
+
     @abstractmethod
     def adopt_newcomers(self, plan: StepPlan) -> None:
         """Takes in parameters that were thawed or added since the step began; on all ranks alike."""
@@ -113,6 +128,10 @@ class Strategy(ABC):
 
     def skip_micro_batch(self, plan: StepPlan) -> None:
         """The same for a micro-batch that ended without `optimizer.step()`: its gradients are dropped."""
+        return None
+
+    def end_backward(self, plan: StepPlan) -> None:
+        """Waits for what still runs of the step's backwards, after its last micro-batch."""
         return None
 
     def launch(self, plan: StepPlan) -> None:
@@ -153,6 +172,10 @@ class Strategy(ABC):
     @abstractmethod
     def update(self, step: Callable[[], Any]) -> None:
         """Collective: lets the optimizer's own `step` work; afterwards every rank has the new weights."""
+
+    def close(self) -> None:
+        """Gives back threads; idempotent."""
+        return None
 
     @abstractmethod
     def presence(self) -> list[bool]:

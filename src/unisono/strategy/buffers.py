@@ -35,6 +35,7 @@ class _Buffer:
         self.averaged = key in _AVERAGED and self.tensor.is_floating_point()
         self.start = self.tensor.detach().clone()
         self.version = self.tensor._version
+        self.lent: torch.Tensor | None = None  # what hangs there in its stead, inside of a step
         self.left_alone = False  # a cache that has changed its shape
 
     def current(self) -> torch.Tensor:
@@ -63,14 +64,14 @@ class _Buffer:
         value = self.current()
         if self.left_alone:
             return False
-        if value is not self.tensor or value._version != self.version:
+        if value is not (self.tensor if self.lent is None else self.lent) or value._version != self.version:
             return True
         by_value = value.device.type == "cpu" and (self.averaged or value.numel() <= _COMPARED_ELEMENTS)
         return by_value and not torch.equal(value, self.start)
 
     def adopt(self) -> None:
         """Makes the present value the step's value."""
-        self.tensor = self.current()
+        self.tensor, self.lent = self.current(), None
         self.start.copy_(self.tensor.detach())
         self.version = self.tensor._version
 
@@ -79,8 +80,14 @@ class _Buffer:
         if not self.left_alone:
             with torch.no_grad():
                 self.tensor.copy_(value)
-            self.module._buffers[self.key] = self.tensor
+            self.module._buffers[self.key], self.lent = self.tensor, None
             self.version = self.tensor._version
+
+    def lend(self) -> None:
+        """Hangs up a new tensor with the step's value: a backward that still runs may read the old one."""
+        if not self.left_alone:
+            self.lent = self.start.clone()
+            self.module._buffers[self.key], self.version = self.lent, self.lent._version
 
 
 def _kind(value: torch.Tensor | None) -> str:
@@ -133,11 +140,15 @@ class ModelBuffers:
                     continue
                 self.outside = zlib.crc32(tensor_bytes(buffer.start), zlib.crc32(buffer.name.encode(), self.outside))
 
-    def restore(self) -> None:
-        """Puts the step's values back, wherever a forward has changed them."""
+    def restore(self, *, lend: bool = False) -> None:
+        """Puts the step's values back, wherever a forward has changed them.
+
+        Args:
+            lend: Until the step ends, in other tensors: backwards may still run.
+        """
         for buffer in self._buffers:
             if buffer.changed():
-                buffer.set(buffer.start)
+                buffer.lend() if lend else buffer.set(buffer.start)
 
     def end_micro_batch(self, leaf: int, num_micro: int) -> None:
         """Notes what micro-batch `leaf` left."""
@@ -208,7 +219,7 @@ class ModelBuffers:
             self.comm.all_gather([[buffer.start for buffer in self._quiet], *nothing], channel=BUFFERS).wait()
             self._left = []
         for buffer in self._quiet:
-            if quiet_changed or buffer.changed():
+            if quiet_changed or buffer.lent is not None or buffer.changed():
                 buffer.set(buffer.start)
         self._tree, self._pending, self._quiet_changed = None, None, False
 

@@ -11,6 +11,8 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
+
 from unisono.errors import InputError
 
 _START, _INTERVAL = 2.0**16, 2_000
@@ -26,24 +28,26 @@ class LossScale:
 
     def __init__(self) -> None:
         self.value, self.good_steps = _START, 0
-        self._here = threading.local()
+        self._lock, self._running = threading.Lock(), 0
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Inside, a backward of this thread is one of a scaled loss."""
-        self._here.applied = True
+        """Inside, a backward is one of a scaled loss. Not told by its thread: a device's backward has its own."""
+        with self._lock:
+            self._running += 1
         try:
             yield
         finally:
-            self._here.applied = False
+            with self._lock:
+                self._running -= 1
 
-    def check_applied(self) -> None:
-        """Checks that the backward that reaches a model's output comes from a scaled loss.
+    def check_applied(self, grad: torch.Tensor) -> None:
+        """A hook of a model's output. Checks that the backward that reaches a model's output comes from a scaled loss.
 
         Raises:
             InputError: it does not.
         """
-        if not getattr(self._here, "applied", False):
+        if not self._running:
             raise InputError("under fp16-mixed call run.backward(loss) in place of loss.backward(): it scales the loss")
 
     def end_step(self, finite: bool) -> None:

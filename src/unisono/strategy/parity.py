@@ -112,3 +112,16 @@ def check_taken(parameters: Iterable[torch.Tensor], where: str) -> None:
             f"{where} ended with gradients and without optimizer.step(): call it for each batch of the loader. To add "
             "up gradients over more samples choose a larger global_batch; to leave a step out, zero_grad() first"
         )
+
+
+def unprepared(models: Sequence[nn.Module], parameters: Iterable[torch.Tensor]) -> str | None:
+    """Returns a sentence that names parameters of the models that have gradients and are not among `parameters`."""
+    prepared = {id(param) for param in parameters}
+    pairs = [pair for model in models for pair in model.named_parameters()]
+    left = [name for name, param in pairs if param.grad is not None and id(param) not in prepared]
+    if not left:
+        return None
+    return (
+        f"these parameters have gradients and are in no prepared optimizer: {', '.join(left[:8])}"
+        f"{' ...' * (len(left) > 8)}; their gradients are not summed over the ranks"
+    )

@@ -24,13 +24,14 @@ from unisono.errors import InputError, Interrupted
 from unisono.numerics.seeds import derive_seed, seed_all
 from unisono.observe.events import StepOutcome
 from unisono.observe.timer import PhaseTimer
+from unisono.strategy.backward import backward
 from unisono.strategy.base import StepPlan
 from unisono.strategy.buffers import ModelBuffers
 from unisono.strategy.exchange import Ending, Exchange
 from unisono.strategy.extras import RankStep
 from unisono.strategy.loss_scale import LossScale
 from unisono.strategy.outcomes import Outcomes
-from unisono.strategy.parity import Watch, check_alike, check_taken, is_due
+from unisono.strategy.parity import Watch, check_alike, check_taken, is_due, unprepared
 from unisono.strategy.unit import Unit
 from unisono.strategy.values import read_later
 
@@ -124,7 +125,7 @@ class Stepper:
         if self._count == 0:
             self._begin_step(micro, schedule)
         else:
-            self._buffers.restore()
+            self._buffers.restore(lend=any(unit.strategy.in_threads for unit in self.units))
         self.micro, self.epoch, self._done, self._weight, self._ended = micro, epoch, False, None, False
         self._count += 1
         self._clear()
@@ -266,6 +267,9 @@ class Stepper:
         unit.scales.append(scale)
         if self._plan is not None:
             unit.strategy.add_micro_batch(self._plan, _leaf(micro), scale)
+            if unit.strategy.in_threads and micro.is_last:
+                self.timer.enter("backward")
+                unit.strategy.end_backward(self._plan)
         alone = len(self.units) == 1
         if (alone and micro.is_last) or schedule.full_num_micro == 1:
             self._stepped_at_once = not alone
@@ -324,6 +328,18 @@ class Stepper:
                 "to update only in some steps, decide by `run.step`, which is the same on every rank"
             )
 
+    def backward(self, loss: torch.Tensor) -> None:
+        """Brings a checked loss's gradients into the parameters, under some strategies later."""
+        if len(self.units) == 1:
+            self.units[0].strategy.backward(loss, self.loss_scale)
+        else:
+            backward(loss, self.loss_scale)
+
+    def close(self) -> None:
+        """Ends the strategies' threads."""
+        for unit in self.units:
+            unit.strategy.close()
+
     def abandon(self) -> None:
         """Forgets the present micro-batch: the run has failed, and nobody may be waited for."""
         self.micro, self._done = None, True
@@ -351,7 +367,10 @@ class Stepper:
             return  # nobody stepped anything: batches were only looked at, and that is no step
         self.step += 1
         self._ended = True
-        self._name_unprepared()
+        if not self._named_unprepared:
+            self._named_unprepared = True
+            if sentence := unprepared(self._models, self._params()):
+                self._on_note(sentence)
         if is_due(self.step):
             check_alike(self.comm, self._models, self.step)
         step, epoch, times, size = self.step, self.epoch, self.timer.take(), self._schedule.step_size(self.micro.step)
@@ -366,19 +385,6 @@ class Stepper:
             return StepOutcome(step, epoch, size, grad_norm, lr, {**values, **scaling}, times)
 
         self._outcomes.end_step([len(block) for block in self._plan.blocks], ranks, outcome)
-
-    def _name_unprepared(self) -> None:
-        if self._named_unprepared:
-            return
-        self._named_unprepared = True
-        prepared = {id(param) for param in self._params()}
-        pairs = [pair for model in self._models for pair in model.named_parameters()]
-        left = [name for name, param in pairs if param.grad is not None and id(param) not in prepared]
-        if left:
-            self._on_note(
-                f"these parameters have gradients and are in no prepared optimizer: {', '.join(left[:8])}"
-                f"{' ...' * (len(left) > 8)}; their gradients are not summed over the ranks"
-            )
 
     def flush(self) -> None:
         """Collective: tells of steps whose values still wait, and compares the weights of all ranks."""
