@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import reduce
+from pathlib import Path
 from types import MappingProxyType, MethodType
 from typing import Any
 
@@ -17,9 +20,10 @@ from torch.utils.data import DataLoader, Subset
 from unisono.data.loader import LoaderOptions, MicroBatchLoader, from_dataloader
 from unisono.data.samples import check_dataset
 from unisono.data.schedule import Schedule
-from unisono.errors import InputError, require_positive_int
+from unisono.errors import InputError, nearest, require_positive_int
 from unisono.forward.options import EAGER, ForwardOptions
 from unisono.launch.session import Session
+from unisono.numerics.digest import live_state
 from unisono.observe.timer import PhaseTimer
 from unisono.recipe import BF16, check_clip_norm, check_micro_batch
 from unisono.strategy.base import Setup
@@ -79,11 +83,10 @@ class Preparation:
         self.models[name] = model
         tensors = {id(tensor): tensor.detach() for tensor in [*model.parameters(), *model.buffers()]}
         self._session.comm.broadcast(list(tensors.values()))
-        sharded = self._factory.shards_weights and self._session.comm.world_size > 1
         self.forward.apply(
             model,
             self._session.device.type,
-            hooks_inside=sharded,
+            hooks_inside=self.shards_weights,
             loss_scale=self._stepper.loss_scale,
             on_note=self._on_note,
         )
@@ -93,13 +96,60 @@ class Preparation:
         if not isinstance(model, torch.jit.ScriptModule) and not self._factory.in_threads:
             model.register_forward_hook(_BackwardWatch(self._timer))
 
+    @property
+    def shards_weights(self) -> bool:
+        """Whether no rank keeps all weights."""
+        return self._factory.shards_weights and self._session.comm.world_size > 1
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """Collective: inside, every rank has all weights."""
+        with ExitStack() as stack:
+            for unit in self._stepper.units:
+                stack.enter_context(unit.strategy.whole())
+            yield
+
+    @contextmanager
+    def streaming(self) -> Iterator[Callable[[torch.Tensor], torch.Tensor]]:
+        """Collective: inside, weights come one after the other; see `Strategy.streaming`."""
+        with ExitStack() as stack:
+            fetchers = [stack.enter_context(unit.strategy.streaming()) for unit in self._stepper.units]
+
+            yield lambda tensor: reduce(lambda value, fetch: fetch(value), fetchers, tensor)
+
+    @property
+    def folder(self) -> Path | None:
+        """Where files that stand for memory go; None for the system's place."""
+        offload = self._options.get("offload")
+        return None if offload is None else offload.folder
+
+    def live_state(self) -> dict[str, torch.Tensor]:
+        """Returns the full state of all models as it hangs there, by name; of several, names start with the model's."""
+        prefixes = {name: f"{name}." if len(self.models) > 1 else "" for name in self.models}
+        return {prefixes[name] + k: v for name, model in self.models.items() for k, v in live_state(model).items()}
+
     @staticmethod
-    def check_optimizer(optimizer: Any, schedule: LRScheduler | None, clip_norm: float | None) -> None:
+    def check_loading(data: Any, loading: Mapping[str, Any]) -> None:
+        """Checks the names of `loader`'s arguments.
+
+        Raises:
+            InputError: there is none of that name, or no dataset.
+        """
+        if unknown := sorted(set(loading) - set(LOADING)):
+            raise InputError(f"prepare has no argument '{unknown[0]}'{nearest(unknown[0], LOADING)}")
+        if data is None and loading:
+            raise InputError(f"prepare got {sorted(loading)[0]}, but no dataset that it could be for")
+
+    @staticmethod
+    def check(models: Sequence[Any], optimizer: Any, schedule: LRScheduler | None, clip_norm: float | None) -> None:
         """Checks before anything is changed.
 
         Raises:
-            InputError: the optimizer, scheduler or norm cannot work.
+            InputError: the models, optimizer, scheduler or norm cannot work.
         """
+        for model in models:
+            if not isinstance(model, nn.Module):
+                raise InputError(f"prepare(model, optimizer, ...) got {type(model).__name__} as its model")
         if not isinstance(optimizer, Optimizer):
             raise InputError(f"prepare(model, optimizer, ...) got {type(optimizer).__name__} as its optimizer")
         if isinstance(optimizer, LBFGS):

@@ -19,21 +19,22 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from unisono.data.loader import MicroBatchLoader
 from unisono.data.stage import host_key, leader_first
-from unisono.errors import InputError, nearest
+from unisono.errors import InputError
 from unisono.evaluate import EvalPlan, Metric, evaluate, predict
 from unisono.forward.options import EAGER, ForwardOptions
 from unisono.launch.session import Session
-from unisono.numerics.digest import full_state, weights_digest
+from unisono.numerics.digest import digest_of
 from unisono.numerics.seeds import derive_seed, seed_all
 from unisono.numerics.sums import weighted_mean
 from unisono.observe.events import EvalRecord
 from unisono.observe.jsonl import JsonlSink, write_json
 from unisono.observe.ledger import Ledger
 from unisono.observe.timer import PhaseTimer
-from unisono.prepare import LOADING, Preparation
+from unisono.prepare import Preparation
 from unisono.recipe import FP16_MIXED
 from unisono.strategy.backward import check_finite, check_loss
 from unisono.strategy.loss_scale import LossScale
+from unisono.strategy.mapped import Mapped
 from unisono.strategy.stepper import Stepper
 
 M = TypeVar("M", bound=nn.Module)
@@ -198,14 +199,9 @@ class Run:
         Raises:
             InputError: an argument cannot work; the sentence says which and why.
         """
-        if unknown := sorted(set(loading) - set(LOADING)):
-            raise InputError(f"prepare has no argument '{unknown[0]}'{nearest(unknown[0], LOADING)}")
-        if data is None and loading:
-            raise InputError(f"prepare got {sorted(loading)[0]}, but no dataset that it could be for")
         models = list(model) if isinstance(model, tuple | list) else [model]
-        if not all(isinstance(one, nn.Module) for one in models):
-            raise InputError(f"prepare(model, optimizer, ...) got {type(model).__name__} as its model")
-        self._prepared.check_optimizer(optimizer, schedule, clip_norm)
+        self._prepared.check(models, optimizer, schedule, clip_norm)
+        self._prepared.check_loading(data, loading)
         loader = None if data is None else self._prepared.loader(data, **loading)
         for one in models:
             self._prepared.add_model(one, name)
@@ -329,24 +325,29 @@ class Run:
         """
         self._settle_before_reading()
         with self.whole():
-            models = self._prepared.models
-            prefixes = {name: f"{name}." if len(models) > 1 else "" for name in models}
-            state = {prefixes[name] + k: v for name, model in models.items() for k, v in full_state(model).items()}
+            state = {name: value.detach() for name, value in self._prepared.live_state().items()}
             # What is on loan goes back.
             return {name: value.clone() for name, value in state.items()} if self._stepper.shards_weights else state
 
-    @contextlib.contextmanager
-    def whole(self) -> Iterator[None]:
+    def whole(self) -> contextlib.AbstractContextManager[None]:
         """Inside, every rank has all weights: for what runs on one rank only, or looks at parameters.
 
-        Collective under zero3, where each rank holds a part; under the other strategies there is nothing to do.
+        Collective under zero3, where each rank holds a part; other strategies do nothing here.
         """
-        with self._stepper.whole():
-            yield
+        return self._prepared.whole()
+
+    def building(self) -> contextlib.AbstractContextManager[Any]:
+        """Inside, a model is built in files mapped into memory where weights are sharded, so that it need not fit.
+
+        Its initial bits are those that it has otherwise. Recipes are built so; other strategies do nothing here.
+        """
+        return Mapped(self._prepared.folder) if self._prepared.shards_weights else contextlib.nullcontext()
 
     def weights_digest(self) -> str:
-        """Returns the digest of `state()`: equal on every rank, and for every number of ranks."""
-        return weights_digest(self.state())
+        """Returns the digest of `state()`, without its memory: equal on every rank, and for every number of ranks."""
+        self._settle_before_reading()
+        with self._prepared.streaming() as fetch:
+            return digest_of(self._prepared.live_state(), fetch)
 
     # Records and the end
 

@@ -53,7 +53,8 @@ class Trainer:
         train, eval_set = self._data(recipe.train), self._data(recipe.eval)
         # From here on, so that what the data functions drew does not show in the initial weights.
         seed_all(derive_seed(recipe.seed, "model"), run.device)
-        self.model = recipe.model()
+        with run.building():
+            self.model = recipe.model()
         optimizer = recipe.optimizer(self.model.parameters())
         schedule = recipe.schedule(optimizer) if recipe.schedule else None
         _, _, loader = run.prepare(

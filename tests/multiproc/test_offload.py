@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
 from pathlib import Path
@@ -78,6 +79,36 @@ def test_a_model_whose_state_does_not_fit_trains_from_disk(tmp_path: Path) -> No
     assert run_world(1, train_in, room, str(tmp_path)) == [unlimited]
 
 
+def build_in(limit: int | None, strategy: str, mapped: bool) -> tuple[str, str]:
+    """Builds and trains 35 M parameters (138 MB), with so many bytes beyond those at the start."""
+    with unisono.init(strategy=strategy, offload="disk") as run:
+        if limit is not None:
+            most = anonymous_bytes() + limit
+            resource.setrlimit(resource.RLIMIT_DATA, (most, most))
+        with run.building() if mapped else contextlib.nullcontext():
+            model = nn.Sequential(*(nn.Linear(1200, 1200) for _ in range(24)))
+            with torch.no_grad():  # as people do once the parts are there
+                model[3].weight.mul_(0.5)
+        optimizer = torch.optim.Adam(model.parameters(), foreach=False)
+        samples = torch.utils.data.TensorDataset(torch.randn(8, 1200, generator=torch.Generator().manual_seed(0)))
+        model, optimizer, loader = run.prepare(model, optimizer, samples, global_batch=4, micro_batch=1)
+        before = run.weights_digest()
+        for (x,) in loader:
+            run.backward(model(x).square().mean())
+            optimizer.step()
+        return before, run.weights_digest()
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux's accounting of memory")
+def test_a_model_that_does_not_fit_is_built_and_trained_in_shards() -> None:
+    room = 115 << 20  # 100 are enough, where 120 to 140 are needed if it is built as ever
+    unlimited = run_world(1, build_in, None, "ddp", False)
+    assert unlimited[0][0] != unlimited[0][1]
+    outcome = outcomes_of_world(4, build_in, room, "zero3", False)[0]
+    assert "allocate" in str(outcome.error)
+    assert run_world(4, build_in, room, "zero3", True) == unlimited * 4
+
+
 def train_on_full_disk(folder: str) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
     train("zero1", "adamw", folder)
@@ -86,7 +117,7 @@ def train_on_full_disk(folder: str) -> None:
 def test_a_full_disk_is_one_sentence(tmp_path: Path) -> None:
     (outcome,) = outcomes_of_world(1, train_on_full_disk, str(tmp_path))
     assert isinstance(outcome.error, unisono.InputError)
-    assert "of optimizer state cannot be put into" in str(outcome.error)
+    assert "MB cannot be put into" in str(outcome.error)
     assert "--offload-dir" in str(outcome.error)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import nn
@@ -33,12 +33,17 @@ SAFETENSORS_DTYPES = {
 
 def full_state(model: nn.Module) -> dict[str, torch.Tensor]:
     """Returns parameters and persistent buffers by name; tied weights once, by the name registered first."""
+    return {name: value.detach() for name, value in live_state(model).items()}
+
+
+def live_state(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The same as the model has them, not detached."""
     seen: set[int] = set()
     state = {}
     for name, value in model.state_dict(keep_vars=True).items():
         if isinstance(value, torch.Tensor) and id(value) not in seen:
             seen.add(id(value))
-            state[name] = value.detach()
+            state[name] = value
     return state
 
 
@@ -59,7 +64,13 @@ def weights_digest(weights: Mapping[str, torch.Tensor] | nn.Module) -> str:
     Raises:
         InputError: a tensor has a dtype that safetensors cannot hold.
     """
-    state = full_state(weights) if isinstance(weights, nn.Module) else weights
+    return digest_of(full_state(weights) if isinstance(weights, nn.Module) else weights)
+
+
+def digest_of(
+    state: Mapping[str, torch.Tensor], fetch: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor
+) -> str:
+    """The same; `fetch` returns what is to be read."""
     digest = hashlib.sha256()
     for name in sorted(state):
         tensor = state[name]
@@ -70,5 +81,5 @@ def weights_digest(weights: Mapping[str, torch.Tensor] | nn.Module) -> str:
             )
         digest.update(name.encode() + b"\0" + SAFETENSORS_DTYPES[tensor.dtype].encode() + b"\0")
         if tensor.numel():
-            digest.update(tensor_bytes(tensor))
+            digest.update(tensor_bytes(fetch(tensor)))
     return "sha256:" + digest.hexdigest()

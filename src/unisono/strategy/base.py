@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -93,6 +93,15 @@ class Strategy(ABC):
     def whole(self) -> AbstractContextManager[None]:
         """Collective: inside, every rank has all weights, to read and (all alike) to write."""
         return nullcontext()
+
+    @contextmanager
+    def streaming(self) -> Iterator[Callable[[torch.Tensor], torch.Tensor]]:
+        """Collective: inside, weights come one after the other, so that they need not fit together.
+
+        Yields:
+            What returns the whole of a parameter or buffer; it is called on all ranks in the same order.
+        """
+        yield lambda tensor: tensor
 
     @abstractmethod
     def begin_step(self, plan: StepPlan) -> None:

@@ -117,7 +117,7 @@ class FullyShardedStrategy(GradientShardedStrategy):
         self._numbers: dict[int, int] = {}
         self._sweeps: list[_Sweep] = []
         self._backward: _Unit | None = None
-        self._held = False
+        self._held = self._streams = False
 
     def attach(self, models: Sequence[nn.Module]) -> None:
         if self._shard_size == 1:
@@ -200,7 +200,7 @@ class FullyShardedStrategy(GradientShardedStrategy):
         return end
 
     def _check_state_dict(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
-        if not all(weights.gathered for unit in self._units.values() for weights in unit.weights):
+        if not self._streams and not all(weights.gathered for unit in self._units.values() for weights in unit.weights):
             raise InputError(
                 "model.state_dict() under zero3 has no weights to give, each rank holds a part: call run.state() on "
                 "every rank, or use `with run.whole():`"
@@ -237,6 +237,31 @@ class FullyShardedStrategy(GradientShardedStrategy):
             for weights in (weights for unit in self._units.values() for weights in unit.weights):
                 weights.keep()
             self._free_all()
+
+    @contextmanager
+    def streaming(self) -> Iterator[Callable[[torch.Tensor], torch.Tensor]]:
+        units = {id(p): unit for unit in self._units.values() for w in unit.weights for p in w.group.params}
+        last: _Unit | None = None
+
+        def fetch(param: torch.Tensor) -> torch.Tensor:
+            nonlocal last
+            unit = units.get(id(param))
+            if unit is None:
+                return param
+            if not self._held and unit is not last:
+                if last is not None:
+                    last.free()
+                unit.gather()
+                last = unit
+            return param.detach().clone()  # numpy, where it goes, would keep the memory from being given back
+
+        self._streams = True
+        try:
+            yield fetch
+        finally:
+            self._streams = False
+            if last is not None:
+                last.free()
 
     def update(self, step: Callable[[], Any]) -> None:
         self._free_all()  # what was gathered would be old

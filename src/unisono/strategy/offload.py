@@ -52,7 +52,7 @@ class DiskShelf:
 
     def __init__(self, folder: Path | None) -> None:
         self._folder = folder
-        _return_freed_memory()
+        return_freed_memory()
         self._areas: dict[int, tuple[mmap.mmap, frozenset[int]]] = {}
 
     def put(self, key: int, state: dict[str, Any]) -> None:
@@ -70,7 +70,7 @@ class DiskShelf:
             return
         area, known = self._areas.get(key, (None, frozenset()))
         if area is None or any(tensor.data_ptr() not in known for tensor in tensors.values()):
-            area = self._area(sum(_padded(tensor.nbytes) for tensor in tensors.values()))
+            area = map_file(self._folder, sum(_padded(tensor.nbytes) for tensor in tensors.values()))
             offset = 0
             for name, tensor in tensors.items():
                 flat = torch.frombuffer(area, dtype=tensor.dtype, count=tensor.numel(), offset=offset)
@@ -81,20 +81,25 @@ class DiskShelf:
             self._areas[key] = (area, frozenset(state[name].data_ptr() for name in tensors))
         area.madvise(mmap.MADV_DONTNEED)  # of a shared file mapping: the file keeps what was written
 
-    def _area(self, num_bytes: int) -> mmap.mmap:
-        try:
-            with tempfile.TemporaryFile(dir=self._folder) as file:
-                os.posix_fallocate(file.fileno(), 0, num_bytes)  # a full disk shows now, not as a crash while writing
-                return mmap.mmap(file.fileno(), num_bytes)
-        except OSError as error:
-            where = self._folder or tempfile.gettempdir()
-            raise InputError(
-                f"{num_bytes / 1e6:.1f} MB of optimizer state cannot be put into {where}: {error.strerror}; choose a "
-                "folder with --offload-dir"
-            ) from error
+
+def map_file(folder: Path | None, num_bytes: int) -> mmap.mmap:
+    """Returns memory that lies in a new file without a name.
+
+    Raises:
+        InputError: the disk is full.
+    """
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            os.posix_fallocate(file.fileno(), 0, num_bytes)  # a full disk shows now, not as a crash while writing
+            return mmap.mmap(file.fileno(), num_bytes)
+    except OSError as error:
+        where = folder or tempfile.gettempdir()
+        raise InputError(
+            f"{num_bytes / 1e6:.1f} MB cannot be put into {where}: {error.strerror}; choose a folder with --offload-dir"
+        ) from error
 
 
-def _return_freed_memory() -> None:
+def return_freed_memory() -> None:
     """Has glibc give freed blocks from 1 MB on back to the system at once.
 
     By default its heap keeps them, in parts that torch's aligned allocations often cannot use again: with 16 M

@@ -20,16 +20,20 @@ from unisono.strategy.base import StepPlan
 from unisono.strategy.flat import FlatBuffer, FlatGroup
 from unisono.strategy.reduction import GRADIENTS, Partition
 
-# Buckets on their way at once: more would hide more of the waits, and hold more memory.
+# Buckets on their way at once, of all groups together: more would hide more of the waits, and hold more memory.
 _IN_FLIGHT = 2
 
 
 @dataclass
 class _Flight:
+    rounds: Rounds
     slot: int
     pending: Pending
     buffer: FlatBuffer | None
     arrivals: list[tuple[int, torch.Tensor]]
+
+    def land(self) -> None:
+        self.rounds.land(self)
 
 
 class Rounds:
@@ -57,7 +61,7 @@ class Rounds:
         ]
         self._positions = [[k for k, slot in enumerate(self._slot_of) if slot == n] for n in range(len(self._buckets))]
         self._trees: list[TreeAccumulator[torch.Tensor]] = []
-        self._flights: list[_Flight] = []
+        self._flights: list[_Flight] = [] if before is None else before._flights
         self._leaves: Sequence[int | None] = ()
         self._launched = self._round = 0
         self._arrived: list[set[int]] = []
@@ -121,7 +125,7 @@ class Rounds:
         while self._launched < len(self._buckets):
             self._launch_next()
         while self._flights:
-            self._land()
+            self._flights.pop(0).land()
         for param in self.group.params:
             param.grad = None
 
@@ -141,7 +145,7 @@ class Rounds:
     @torch.no_grad()
     def _launch_next(self) -> None:
         if len(self._flights) == _IN_FLIGHT:
-            self._land()
+            self._flights.pop(0).land()
         slot = self._launched
         bucket, shards, rank = self._buckets[slot], self.partition.shards[slot], self.comm.rank
         buffer = None
@@ -163,11 +167,11 @@ class Rounds:
         ]
         receives = [[part for leaf, part in arrivals if leaf == theirs] for theirs in self._leaves]
         pending = self.comm.exchange_shards(sends, receives, channel=GRADIENTS + self.group.number)
-        self._flights.append(_Flight(slot, pending, buffer, arrivals))
+        self._flights.append(_Flight(self, slot, pending, buffer, arrivals))
 
     @torch.no_grad()
-    def _land(self) -> None:
-        flight = self._flights.pop(0)
+    def land(self, flight: _Flight) -> None:
+        """Waits for a bucket, and adds up what has come."""
         flight.pending.wait()
         tree, leaf = self._trees[flight.slot], self._leaves[self.comm.rank]
         if flight.buffer is not None and leaf is not None:

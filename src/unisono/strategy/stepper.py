@@ -11,8 +11,7 @@ as in plain PyTorch.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -144,14 +143,6 @@ class Stepper:
     def shards_weights(self) -> bool:
         """Whether a forward is collective."""
         return any(unit.strategy.shards_weights for unit in self.units) and self.comm.world_size > 1
-
-    @contextmanager
-    def whole(self) -> Iterator[None]:
-        """Collective: inside, every rank has all weights."""
-        with ExitStack() as stack:
-            for unit in self.units:
-                stack.enter_context(unit.strategy.whole())
-            yield
 
     def _expected(self) -> tuple[int, int, int]:
         """What follows the present micro-batch of this rank: the next of its block, or a shadow."""
