@@ -337,9 +337,9 @@ class Run:
         return self._prepared.whole()
 
     def building(self) -> contextlib.AbstractContextManager[Any]:
-        """Inside, a model is built in files mapped into memory where weights are sharded, so that it need not fit.
+        """Under zero3, a model that is made inside lies in mapped files, so that it need not fit; its bits are the same.
 
-        Its initial bits are those that it has otherwise. Recipes are built so; other strategies do nothing here.
+        Recipes are built so.
         """
         return Mapped(self._prepared.folder) if self._prepared.shards_weights else contextlib.nullcontext()
 

@@ -159,7 +159,7 @@ def train(strategy: str, model_name: str, optimizer_name: str, clip_norm: float 
         model, optimizer, loader = run.prepare(
             model, optimizer, data(), global_batch=16, micro_batch=5, clip_norm=clip_norm
         )
-        before, norms = run.weights_digest(), []
+        before, norms, losses = run.weights_digest(), [], []
         for _ in run.epochs(2):
             for x, y in loader:
                 if len(x) == 1:
@@ -169,13 +169,14 @@ def train(strategy: str, model_name: str, optimizer_name: str, clip_norm: float 
                 optimizer.zero_grad()
                 if run.step_done:
                     norms.append(float(run._stepper._exchange.norm).hex())
+                    losses.append(run.values["loss"])
         accuracy = run.evaluate(model, data(), lambda m, b: (float((m(b[0]).argmax(1) == b[1]).sum()), len(b[1])))
         return {
             "before": before,
             "after": run.weights_digest(),
             "norms": norms,
             "accuracy": accuracy,
-            "loss": run.values["loss"],
+            "losses": losses,
             "state": digest_of(optimizer.state_dict()),
         }
 
@@ -203,6 +204,7 @@ def digest_of(value: Any) -> str:
 
 @pytest.mark.parametrize("model", MODELS)
 def test_every_strategy_gives_the_same_bits_for_every_model(model: str) -> None:
+    """Cases 8 (losses and weights) and 9 (the norm of the whole gradient, which is clipped)."""
     alone = run_world(1, train, "ddp", model, "adamw")[0]
     assert alone["before"] != alone["after"]
     for strategy in SHARDED:
@@ -213,10 +215,48 @@ def test_every_strategy_gives_the_same_bits_for_every_model(model: str) -> None:
 
 @pytest.mark.parametrize("optimizer", [name for name in OPTIMIZERS if name != "adamw"])
 def test_every_strategy_gives_the_same_bits_for_every_optimizer(optimizer: str) -> None:
+    """Case 23: Muon, Adafactor and LAMB among them."""
     alone = run_world(1, train, "ddp", "tied", optimizer)[0]
     assert alone["before"] != alone["after"]
     for strategy, world_size in (("ddp", 2), ("zero1", 2), ("zero2", 3), ("zero3", 1), ("zero3", 3), ("hsdp", 4)):
         assert run_world(world_size, train, strategy, "tied", optimizer) == [alone] * world_size
+
+
+def one_large_step(strategy: str) -> list[torch.Tensor]:
+    """SGD with a rate of 1 shows the gradient."""
+    with unisono.init(seed=3, strategy=strategy) as run:
+        model = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 3))
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        before = [param.detach().clone() for param in model.parameters()]
+        model, optimizer, loader = run.prepare(model, optimizer, data(), global_batch=48, micro_batch=4, drop_last=True)
+        seen = []
+        for x, y in loader:
+            run.backward(F.cross_entropy(model(x), y))
+            optimizer.step()
+            seen += run._session.comm.gather_objects((x, y))
+        with run.whole():
+            after = [param.detach().clone() for param in model.parameters()]
+        return [
+            *(one - two for one, two in zip(before, after, strict=True)),
+            *before,
+            *map(torch.cat, zip(*seen, strict=True)),
+        ]
+
+
+@pytest.mark.parametrize("strategy", ["ddp", *SHARDED, "hsdp"])
+def test_the_gradient_is_the_average_of_plain_pytorch_and_not_the_sum(strategy: str) -> None:
+    """Case 25."""
+    for found in run_world(4, one_large_step, strategy):
+        model = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 3))
+        with torch.no_grad():
+            for param, value in zip(model.parameters(), found[6:12], strict=True):
+                param.copy_(value)
+        x, y = found[12:]
+        assert len(x) == 48
+        F.cross_entropy(model(x), y).backward()
+        for param, gradient in zip(model.parameters(), found[:6], strict=True):
+            assert param.grad is not None
+            torch.testing.assert_close(gradient, param.grad, rtol=1e-4, atol=1e-6)
 
 
 def look_at_weights() -> dict[str, Any]:
