@@ -41,6 +41,7 @@ class Preparation:
         models: By name.
         micro_batch: Of the first loader: what evaluation uses too, so that no world size can show.
         forward: How the models' forwards are executed.
+        seed: Of everything random.
     """
 
     def __init__(
@@ -56,7 +57,7 @@ class Preparation:
         on_note: Callable[[str], None] = lambda note: None,
     ) -> None:
         self._session, self._stepper, self._timer = session, stepper, timer
-        self._seed, self._factory, self._options = seed, STRATEGIES[strategy], options
+        self.seed, self._factory, self._options = seed, STRATEGIES[strategy], options
         self.forward, self._on_note = forward, on_note
         self.models: dict[str, nn.Module] = {}
         self.micro_batch: int | None = None
@@ -248,7 +249,7 @@ class Preparation:
             data,
             schedule,
             place=place,
-            seed=self._seed,
+            seed=self.seed,
             device=self._session.device,
             options=options,
             on_fetch=lambda: self._timer.enter("data"),

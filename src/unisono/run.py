@@ -5,8 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import sys
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from types import MappingProxyType
@@ -20,13 +19,11 @@ from torch.optim.lr_scheduler import LRScheduler
 from unisono.data.loader import MicroBatchLoader
 from unisono.data.stage import host_key, leader_first
 from unisono.errors import InputError
-from unisono.evaluate import EvalPlan, Metric, evaluate, predict
 from unisono.forward.options import EAGER, ForwardOptions
+from unisono.judging import Judging
 from unisono.launch.session import Session
-from unisono.numerics.digest import digest_of
 from unisono.numerics.seeds import derive_seed, seed_all
 from unisono.numerics.sums import weighted_mean
-from unisono.observe.events import EvalRecord
 from unisono.observe.jsonl import JsonlSink, write_json
 from unisono.observe.ledger import Ledger
 from unisono.observe.timer import PhaseTimer
@@ -34,14 +31,13 @@ from unisono.prepare import Preparation
 from unisono.recipe import FP16_MIXED
 from unisono.strategy.backward import check_finite, check_loss
 from unisono.strategy.loss_scale import LossScale
-from unisono.strategy.mapped import Mapped
 from unisono.strategy.stepper import Stepper
 
 M = TypeVar("M", bound=nn.Module)
 Opt = TypeVar("Opt", bound=Optimizer)
 
 
-class Run:
+class Run(Judging):
     """A run of one process among `world_size`; `unisono.init()` makes one.
 
     Attributes:
@@ -277,77 +273,6 @@ class Run:
         """Collective: ends what is still under way, so that records are complete."""
         self._stepper.settle()
         self._stepper.flush()
-
-    # Judging
-
-    def evaluate(self, model: nn.Module, data: Any, metric: Metric, **options: Any) -> Any:
-        """Evaluates on a dataset (or a `DataLoader`'s), each sample counted once, on all ranks together.
-
-        Args:
-            metric: `metric(model, batch)` returns {name: (sum, count)}, one (sum, count), or the batch's mean.
-            **options: `micro_batch` (default: that of training), `collate`, `num_workers`.
-
-        Returns:
-            {name: sum / count}, or the number itself if the metric has no names. The same on every rank.
-
-        Collective: every rank calls it.
-        """
-        started = time.perf_counter()
-        self._settle_before_reading()
-        plan = EvalPlan.of(data, self._prepared.micro_batch, self.seed, options, self._stepper.shards_weights)
-        with self.timer.paused():
-            found = evaluate(self._session, model, metric, plan)
-        seconds = time.perf_counter() - started
-        self.ledger.evaluation(EvalRecord(step=self.step, epoch=self._stepper.epoch, metrics=found, eval_s=seconds))
-        return found["value"] if list(found) == ["value"] else found
-
-    def predict(self, model: nn.Module, data: Any, function: Callable[[nn.Module, Any], Any], **options: Any) -> Any:
-        """Returns `function(model, batch)` for the whole dataset: one result a sample, in order, on every rank.
-
-        Args:
-            **options: As for `evaluate`.
-
-        Collective: every rank calls it.
-        """
-        self._settle_before_reading()
-        plan = EvalPlan.of(data, self._prepared.micro_batch, self.seed, options, self._stepper.shards_weights)
-        return predict(self._session, model, function, plan)
-
-    def _settle_before_reading(self) -> None:
-        """Updates that wait for the end of the micro-batch are due before anyone looks at the weights."""
-        if self._stepper.micro is not None and self._stepper.stepped_here:
-            self._stepper.settle()
-
-    def state(self) -> dict[str, torch.Tensor]:
-        """Returns the full model state by name; with several models, names start with the model's.
-
-        Collective under zero3: every rank calls it.
-        """
-        self._settle_before_reading()
-        with self.whole():
-            state = {name: value.detach() for name, value in self._prepared.live_state().items()}
-            # What is on loan goes back.
-            return {name: value.clone() for name, value in state.items()} if self._stepper.shards_weights else state
-
-    def whole(self) -> contextlib.AbstractContextManager[None]:
-        """Inside, every rank has all weights: for what runs on one rank only, or looks at parameters.
-
-        Collective under zero3, where each rank holds a part; other strategies do nothing here.
-        """
-        return self._prepared.whole()
-
-    def building(self) -> contextlib.AbstractContextManager[Any]:
-        """Under zero3, a model that is made inside lies in mapped files, so that it need not fit; its bits are the same.
-
-        Recipes are built so.
-        """
-        return Mapped(self._prepared.folder) if self._prepared.shards_weights else contextlib.nullcontext()
-
-    def weights_digest(self) -> str:
-        """Returns the digest of `state()`, without its memory: equal on every rank, and for every number of ranks."""
-        self._settle_before_reading()
-        with self._prepared.streaming() as fetch:
-            return digest_of(self._prepared.live_state(), fetch)
 
     # Records and the end
 
