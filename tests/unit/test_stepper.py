@@ -46,7 +46,7 @@ class Rig:
 
     def optimizer(self, model: nn.Module, optimizer: Any, schedule: Any = None, clip_norm: float | None = None) -> Any:
         self.preparation.add_model(model, None)
-        self.preparation.check_optimizer(optimizer, schedule, clip_norm)
+        self.preparation.check([model], optimizer, schedule, clip_norm)
         self.preparation.add_optimizer(optimizer, schedule, clip_norm, self.notes.append)
         return optimizer
 
