@@ -26,7 +26,7 @@ def train(strategy: str, model_name: str, how: dict[str, Any]) -> dict[str, Any]
         model = MODELS[model_name]()
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         model, optimizer, loader = run.prepare(model, optimizer, data(), global_batch=16, micro_batch=4, clip_norm=1.0)
-        before = run.weights_digest()
+        before, norms = run.weights_digest(), []
         for _ in run.epochs(2):
             for x, y in loader:
                 with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
@@ -35,10 +35,12 @@ def train(strategy: str, model_name: str, how: dict[str, Any]) -> dict[str, Any]
                 run.backward(nn.functional.cross_entropy(output, y))
                 optimizer.step()
                 optimizer.zero_grad()
+                if run.step_done:
+                    norms.append(float(run._stepper._exchange.norm))
         loss = run.evaluate(model, data(), lambda m, b: float(nn.functional.cross_entropy(m(b[0]), b[1])))
         low = how.get("precision") == "bf16"
         assert all(param.dtype == (torch.bfloat16 if low else torch.float32) for param in model.parameters())
-        found = {"moved": before != run.weights_digest(), "after": run.weights_digest(), "loss": loss}
+        found = {"moved": before != run.weights_digest(), "after": run.weights_digest(), "loss": loss, "norms": norms}
         return {**found, "saved": saved[0] / max(len(loader), 1)}
 
 
@@ -57,6 +59,7 @@ def test_16_bits_are_the_same_everywhere_and_close_to_float32(model: str, precis
     assert alone["moved"]
     assert alone["after"] != exact["after"]
     assert alone["loss"] == pytest.approx(exact["loss"], rel=0.2 if precision == "fp16-mixed" else 0.1)
+    assert alone["norms"][-1] == pytest.approx(exact["norms"][-1], rel=0.5), "no loss scale is left in it"
     for strategy, world_size in (("ddp", 2), ("zero1", 3), ("zero2", 2), ("zero3", 3)):
         for found in run_world(world_size, train, strategy, model, how):
             assert comparable(found) == comparable(alone)
@@ -90,6 +93,9 @@ def small_steps(strategy: str, optimizer_name: str, masters: bool) -> tuple[str,
                 saved = optimizer.state_dict()
                 spoiled = {k: {n: v * 0 for n, v in s.items()} for k, s in saved["state"].items()}
                 optimizer.load_state_dict({**saved, "state": spoiled})
+                nudged = {k: {n: v * (1 + 2**-16) for n, v in s.items()} for k, s in saved["state"].items()}
+                optimizer.load_state_dict({**saved, "state": nudged})
+                assert digest_of(optimizer.state_dict()["state"]) == digest_of(nudged), "nothing is rounded"
                 optimizer.load_state_dict(saved)
         return run.weights_digest(), digest_of(optimizer.state_dict()), float((run.state()["weight"] != before).sum())
 

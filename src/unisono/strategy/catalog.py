@@ -40,8 +40,8 @@ def strategy_name(name: str) -> str:
         InputError: there is none of that name.
     """
     if _ALIASES.get(name, name) not in STRATEGIES:
-        known = nearest(name, [*STRATEGIES, *_ALIASES]) or f"; there is {', '.join(STRATEGIES)}"
-        raise InputError(f"there is no strategy '{name}'{known}")
+        known = f"{', '.join(STRATEGIES)} or fsdp{nearest(name, [*STRATEGIES, *_ALIASES])}"
+        raise InputError(f"there is no strategy '{name}': take {known}")
     return _ALIASES.get(name, name)
 
 

@@ -282,7 +282,8 @@ class Pieces:
             optimizer.state = state
 
     def _state_of(self, piece: _Piece) -> dict[str, Any]:
-        master = {MASTER: piece.tensor} if piece.master else {}
+        # A copy, since loading writes into the original: what was saved has to stay what it was.
+        master = {MASTER: piece.tensor.detach().clone()} if piece.master else {}
         return {**self._state[piece.tensor], **master}
 
     @torch.no_grad()

@@ -127,10 +127,6 @@ class ThreadedStrategy(ReplicatedStrategy):
         job, self._job, self._leaf = self._job, None, None
         if job is None or leaf is None:
             self._replicas.bring_gradients()
-            grads = [(param, param.grad) for param in self._params()]
-            self._add_finished(plan, wait=True)  # leaves come in order
-            for param, grad in grads:
-                param.grad = grad
             super().add_micro_batch(plan, leaf, scale)
             return
         if all(param.grad is self._away.get(param) for param in job.params[: job.count]):
