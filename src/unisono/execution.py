@@ -19,6 +19,12 @@ class Execution:
         offload_dir: The folder for "disk"; None for the system's.
         recompute: Whether blocks run their forward again instead of keeping activations.
         num_workers: Loader processes a rank; None for what the code says.
+        checkpoint_every: Steps ("50"), or seconds, minutes or hours ("30s", "10m", "1h") between two checkpoints; None
+            for none but those that the code makes.
+        keep: Checkpoints that stay, the newest; None for all.
+        keep_best: One more that stays: "METRIC:max" or "METRIC:min".
+        resume: A run's folder, or a checkpoint, to go on from; None to begin.
+        allow_changed: Whether it may be another recipe's.
     """
 
     strategy: str = "ddp"
@@ -28,7 +34,15 @@ class Execution:
     offload_dir: str | None = None
     recompute: bool = False
     num_workers: int | None = None
+    checkpoint_every: str | None = None
+    keep: int | None = None
+    keep_best: str | None = None
+    resume: str | None = None
+    allow_changed: bool = False
 
     def with_flags(self, flags: Mapping[str, Any]) -> Execution:
         """Returns what the launcher's flags make of it: they win. Flags for something else are left out."""
         return replace(self, **{f.name: flags[f.name] for f in fields(self) if flags.get(f.name) is not None})
+
+
+DEFAULT = Execution()

@@ -43,7 +43,7 @@ class Judging:
         Collective: every rank calls it.
         """
         started = time.perf_counter()
-        self._settle_before_reading()
+        self._stepper.settle_before_reading()
         plan = EvalPlan.of(data, self._prepared.micro_batch, self._prepared.seed, options, self._stepper.shards_weights)
         with self.timer.paused():
             found = evaluate(self._session, model, metric, plan)
@@ -61,21 +61,16 @@ class Judging:
 
         Collective: every rank calls it.
         """
-        self._settle_before_reading()
+        self._stepper.settle_before_reading()
         plan = EvalPlan.of(data, self._prepared.micro_batch, self._prepared.seed, options, self._stepper.shards_weights)
         return predict(self._session, model, function, plan)
-
-    def _settle_before_reading(self) -> None:
-        """Updates that wait for the end of the micro-batch are due before anyone looks at the weights."""
-        if self._stepper.micro is not None and self._stepper.stepped_here:
-            self._stepper.settle()
 
     def state(self) -> dict[str, torch.Tensor]:
         """Returns the full model state by name; with several models, names start with the model's.
 
         Collective under zero3: every rank calls it.
         """
-        self._settle_before_reading()
+        self._stepper.settle_before_reading()
         with self.whole():
             state = {name: value.detach() for name, value in self._prepared.live_state().items()}
             # What is on loan goes back.
@@ -97,6 +92,6 @@ class Judging:
 
     def weights_digest(self) -> str:
         """Returns the digest of `state()`, without its memory: equal on every rank, and for every number of ranks."""
-        self._settle_before_reading()
+        self._stepper.settle_before_reading()
         with self._prepared.streaming() as fetch:
             return digest_of(self._prepared.live_state(), fetch)

@@ -32,6 +32,10 @@ def init(
     recompute: bool = False,
     timeout_s: float = 600.0,
     run_dir: str | Path | None = None,
+    resume: bool | str | Path = False,
+    checkpoint_every: int | str | None = None,
+    keep: int | None = None,
+    keep_best: str | None = None,
 ) -> Run:
     """Joins the job that this process was started in; alone, it is a world of one.
 
@@ -56,7 +60,14 @@ def init(
         recompute: Blocks keep only their inputs for the backward pass, and run their forward again in it: less
             memory, about a third more time, the same weights.
         timeout_s: Longest wait for the other ranks in one call.
-        run_dir: Where metrics.jsonl and summary.json go; None writes nothing, unless `unisono run` gave one.
+        run_dir: Where metrics.jsonl, checkpoints and summary.json go; None writes nothing, unless `unisono run` gave
+            one.
+        resume: What `run.resume()` goes on from: a run's folder or a checkpoint; True for `run_dir` itself, if it was
+            begun, so that one command both starts a run and starts it again.
+        checkpoint_every: Steps (50), or time ("30s", "10m", "1h"), between two checkpoints that are made by themselves.
+            Then one is made at the end too, and when the run is told to stop.
+        keep: How many checkpoints stay, the newest. Default: all.
+        keep_best: "METRIC:max" or "METRIC:min" of `run.evaluate`: one more that stays.
 
     Flags of `unisono run` win over these arguments.
 
@@ -73,10 +84,14 @@ def init(
         offload=offload,
         offload_dir=folder,
         recompute=recompute,
+        checkpoint_every=None if checkpoint_every is None else str(checkpoint_every),
+        keep=keep,
+        keep_best=keep_best,
+        resume=str(run_dir if resume is True else resume) if resume else None,
     )
     run = open_run(place, how, seed=seed, threads=threads, precision=precision, compile=compile, timeout_s=timeout_s)
     if run.run_dir is None and run_dir is not None:
-        run.claim(Path(run_dir))
+        run.claim(Path(run_dir), again=bool(resume))
     if place.origin == "alone" and not place.job and run.device.type == "cpu" and usable_cores() > threads:
         name = Path(sys.argv[0]).name or "train.py"
         run.note(f"1 process, {threads} thread; `unisono run {name}` uses all {usable_cores()} cores, same weights")
@@ -114,4 +129,4 @@ def open_run(
         check_compiler()
     forward = ForwardOptions(precision=precision, compile=compile, recompute=how.recompute)
     session = open_session(place, threads=require_positive_int(threads, "threads"), timeout_s=timeout_s)
-    return Run(session, seed=seed, strategy=how.strategy, options=options, forward=forward)
+    return Run(session, seed=seed, strategy=how.strategy, options=options, forward=forward, how=how)

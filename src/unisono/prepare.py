@@ -42,6 +42,7 @@ class Preparation:
         micro_batch: Of the first loader: what evaluation uses too, so that no world size can show.
         forward: How the models' forwards are executed.
         seed: Of everything random.
+        loaders: In the order of their preparation.
     """
 
     def __init__(
@@ -61,6 +62,7 @@ class Preparation:
         self.forward, self._on_note = forward, on_note
         self.models: dict[str, nn.Module] = {}
         self.micro_batch: int | None = None
+        self.loaders: list[MicroBatchLoader] = []
 
     def add_model(self, model: nn.Module, name: str | None) -> None:
         """Moves a model to the device, gives it rank 0's weights, and watches its forward.
@@ -198,6 +200,7 @@ class Preparation:
         unit = Unit(strategy, optimizer.step, clip_norm=clip_norm)
         if schedule is not None:
             unit.schedules.append(schedule.step)
+            unit.schedulers.append(schedule)
             schedule.step = MethodType(_ignored_step, schedule)  # type: ignore[method-assign]
         self._stepper.add_unit(unit)
         optimizer.__dict__["_unisono"] = (self._stepper, unit)
@@ -245,7 +248,7 @@ class Preparation:
         if schedule.num_steps == 0:
             raise InputError(f"drop_last leaves no step: {size} samples, global_batch {global_batch}")
         self.micro_batch = self.micro_batch or micro_batch
-        return MicroBatchLoader(
+        loader = MicroBatchLoader(
             data,
             schedule,
             place=place,
@@ -256,6 +259,8 @@ class Preparation:
             on_micro=lambda epoch, micro: self._stepper.begin(epoch, micro, schedule),
             on_end=lambda: self._stepper.end_epoch(schedule),
         )
+        self.loaders.append(loader)
+        return loader
 
     def _check_alike(self, data: Any, size: int) -> None:
         found = self._session.comm.gather_objects(_fingerprint(data, size))

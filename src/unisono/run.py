@@ -19,16 +19,19 @@ from torch.optim.lr_scheduler import LRScheduler
 from unisono.data.loader import MicroBatchLoader
 from unisono.data.stage import host_key, leader_first
 from unisono.errors import InputError
+from unisono.execution import DEFAULT, Execution
 from unisono.forward.options import EAGER, ForwardOptions
 from unisono.judging import Judging
 from unisono.launch.session import Session
 from unisono.numerics.seeds import derive_seed, seed_all
 from unisono.numerics.sums import weighted_mean
+from unisono.observe.events import StepOutcome
 from unisono.observe.jsonl import JsonlSink, write_json
 from unisono.observe.ledger import Ledger
 from unisono.observe.timer import PhaseTimer
 from unisono.prepare import Preparation
 from unisono.recipe import FP16_MIXED
+from unisono.saving import Saving
 from unisono.strategy.backward import check_finite, check_loss
 from unisono.strategy.loss_scale import LossScale
 from unisono.strategy.stepper import Stepper
@@ -37,7 +40,7 @@ M = TypeVar("M", bound=nn.Module)
 Opt = TypeVar("Opt", bound=Optimizer)
 
 
-class Run(Judging):
+class Run(Judging, Saving):
     """A run of one process among `world_size`; `unisono.init()` makes one.
 
     Attributes:
@@ -56,6 +59,7 @@ class Run(Judging):
         strategy: str,
         options: Mapping[str, Any] = MappingProxyType({}),
         forward: ForwardOptions = EAGER,
+        how: Execution = DEFAULT,
     ) -> None:
         self._session = session
         self.seed, self.strategy, self.run_dir = seed, strategy, session.place.run_dir
@@ -69,8 +73,9 @@ class Run(Judging):
             session.device,
             seed=seed,
             timer=self.timer,
-            on_step=self.ledger.step,
+            on_step=self._on_step,
             on_note=self.note,
+            on_boundary=self._on_boundary,
             loss_scale=LossScale() if forward.precision == FP16_MIXED else None,
         )
         self._prepared = Preparation(
@@ -83,6 +88,8 @@ class Run(Judging):
             forward=forward,
             on_note=self.note,
         )
+        threads = torch.get_num_threads()
+        self._start_saving(how, {"threads": threads, "precision": forward.precision, "compile": forward.compile})
         seed_all(derive_seed(seed, "init"), session.device)
         if self.run_dir is not None and self.is_main:
             self.ledger.sinks.append(JsonlSink(self.run_dir / "metrics.jsonl"))
@@ -128,6 +135,10 @@ class Run(Judging):
         """Means of the last step's logged values, over all micro-batches of all ranks."""
         return self.ledger.values
 
+    def _on_step(self, outcome: StepOutcome) -> None:
+        self.ledger.step(outcome)
+        self._watch_the_clock()
+
     def print(self, *values: Any, **options: Any) -> None:
         """`print`, on rank 0 only."""
         if self.is_main:
@@ -138,8 +149,12 @@ class Run(Judging):
         if self.is_main:
             print(f"unisono: {sentence}", file=sys.stderr, flush=True)
 
-    def claim(self, folder: Path) -> None:
+    def claim(self, folder: Path, again: bool = False) -> None:
         """Makes a new run folder, on rank 0.
+
+        Args:
+            folder: Where.
+            again: It may be there already.
 
         Raises:
             InputError: there is one of that name; on every rank.
@@ -147,10 +162,10 @@ class Run(Judging):
         error = None
         if self.is_main:
             try:
-                folder.mkdir(parents=True)
+                folder.mkdir(parents=True, exist_ok=again)
                 self.ledger.sinks.append(JsonlSink(folder / "metrics.jsonl"))
             except OSError as reason:
-                error = f"run folder {folder} cannot be made, choose another: {reason.strerror}"
+                error = f"run folder {folder} cannot be made: {reason.strerror}; choose another, or give resume=True"
         if error := next((e for e in self._session.comm.gather_objects(error) if e), None):
             raise InputError(error)
         self.run_dir = folder
@@ -207,8 +222,12 @@ class Run(Judging):
     # The loop
 
     def epochs(self, num_epochs: int) -> Iterator[int]:
-        """Yields 0 .. num_epochs - 1. Each pass over the loader has its own order, with or without this."""
-        for epoch in range(num_epochs):
+        """Yields 0 .. num_epochs - 1. Each pass over the loader has its own order, with or without this.
+
+        A run that was resumed begins with the epoch that it is in.
+        """
+        loaders = self._prepared.loaders
+        for epoch in range(loaders[0].position[0] if loaders and self._resumed > 0 else 0, num_epochs):
             yield epoch
             self._stepper.settle()
 
@@ -306,6 +325,7 @@ class Run(Judging):
                 self._stepper.abandon()
             else:
                 self.flush()
+                self._save_at_the_end()
             if self.run_dir is not None and not (failed and self._stepper.shards_weights):
                 summary = self.summary() if self.is_main or self._stepper.shards_weights else {}
                 if self.is_main:

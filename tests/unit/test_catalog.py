@@ -17,7 +17,7 @@ def test_every_strategy_has_a_name_and_fsdp_is_another_of_zero3() -> None:
     assert strategy_name("fsdp") == "zero3"
 
 
-@pytest.mark.parametrize(("name", "hint"), [("zero4", "zero3"), ("fdsp", "fsdp"), ("none", "there is ddp, zero1")])
+@pytest.mark.parametrize(("name", "hint"), [("zero4", "zero3"), ("fdsp", "fsdp"), ("none", "take ddp, zero1")])
 def test_a_name_that_is_none_is_refused_with_what_there_is(name: str, hint: str) -> None:
     with pytest.raises(InputError, match=hint):
         strategy_name(name)

@@ -108,6 +108,7 @@ class _Keys:
         seed: Of the order.
         shuffle: Whether there is an order but the dataset's.
         epoch: The one that the next iteration is.
+        first_step: Where it begins; of an epoch that another run began.
     """
 
     schedule: Schedule
@@ -115,11 +116,14 @@ class _Keys:
     seed: int
     shuffle: bool
     epoch: int = -1
+    first_step: int = 0
 
     def __iter__(self) -> Iterator[list[Key]]:
-        epoch = self.epoch  # two iterations may go on at once
+        return self._keys(self.epoch, self.first_step)  # two iterations may go on at once
+
+    def _keys(self, epoch: int, first_step: int) -> Iterator[list[Key]]:
         order = permutation(self.seed, epoch, self.schedule.num_samples)
-        micros = self.schedule.rank_micro_batches(*self.place)
+        micros = self.schedule.rank_micro_batches(*self.place, first_step)
         while chunk := list(islice(micros, _ORDER_CHUNK)):
             positions = np.concatenate([np.arange(micro.start, micro.stop) for micro in chunk])
             indices = (order(positions) if self.shuffle else positions).tolist()
@@ -167,6 +171,7 @@ class MicroBatchLoader:
         check_dataset(dataset, "the dataset")
         self.dataset, self.schedule, self.seed, self.device, self.options = dataset, schedule, seed, device, options
         self._keys = _Keys(schedule, place, seed, options.shuffle)
+        self._next = (0, 0)
         self._on_fetch, self._on_micro, self._on_end = on_fetch, on_micro, on_end
         extra = dict(options.extra or {})
         if device.type != "cpu":
@@ -198,19 +203,37 @@ class MicroBatchLoader:
         """Optimizer steps of an epoch, whatever the number of processes: what an LR schedule needs."""
         return self.schedule.num_steps
 
+    @property
+    def position(self) -> tuple[int, int]:
+        """Epoch and step in it where another run would go on; between two steps."""
+        return self._next
+
+    @position.setter
+    def position(self, place: tuple[int, int]) -> None:
+        self._next = place
+        self._keys.epoch, self._keys.first_step = place[0] - 1, place[1]
+
     def micro_batches(self) -> Iterator[MicroBatch]:
         """This rank's micro-batches of an epoch, in order."""
-        return self.schedule.rank_micro_batches(*self._keys.place)
+        return self.schedule.rank_micro_batches(*self._keys.place, self._keys.first_step)
 
     def __iter__(self) -> Iterator[Any]:
         self._keys.epoch += 1
         epoch = self._keys.epoch
-        batches = iter(self._loader)
-        for micro in self.micro_batches():
-            self._on_fetch()
-            batch = to_device(_next(batches), self.device)
-            self._on_micro(epoch, micro)
-            yield batch
+        batches, micros = iter(self._loader), self.micro_batches()
+        self._keys.first_step = 0
+        try:
+            for micro in micros:
+                self._on_fetch()
+                batch = to_device(_next(batches), self.device)
+                self._on_micro(epoch, micro)
+                if micro.is_last:
+                    step = micro.step + 1
+                    self._next = (epoch, step) if step < self.schedule.num_steps else (epoch + 1, 0)
+                yield batch
+        except GeneratorExit:  # `break`: the loop's next pass is the next epoch
+            self._next = (epoch + 1, 0)
+            raise
         self._on_end()
 
 

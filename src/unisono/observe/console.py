@@ -78,6 +78,10 @@ class ConsoleSink:
         elif not bar:
             self._progress.console.print(text, highlight=False)
 
+    def rewind(self, step: int) -> None:
+        if self._progress is not None:
+            self._progress.update(self._task, completed=step)
+
     def close(self) -> None:
         if self._progress is not None:
             self._progress.stop()

@@ -90,6 +90,10 @@ class Sink(Protocol):
         """Takes one record."""
         ...
 
+    def rewind(self, step: int) -> None:
+        """Told that the run goes on after `step`: what it holds of later ones will come again."""
+        ...
+
     def close(self) -> None:
         """Flushes; idempotent."""
         ...

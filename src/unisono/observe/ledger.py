@@ -17,6 +17,7 @@ class Ledger:
         metrics: The last evaluation's, by name.
         samples: Samples seen so far.
         extra: Further entries of the summary.
+        evaluated: After which step the last evaluation was, or None.
     """
 
     def __init__(self) -> None:
@@ -25,6 +26,7 @@ class Ledger:
         self.metrics: dict[str, float] = {}
         self.extra: dict[str, Any] = {}
         self.samples = 0
+        self.evaluated: int | None = None
         self._first_loss: float | None = None
         self._started = time.perf_counter()
 
@@ -54,6 +56,7 @@ class Ledger:
     def evaluation(self, record: EvalRecord) -> None:
         """Takes a finished evaluation."""
         self.metrics.update(record.metrics)
+        self.evaluated = record.step
         self._send(record)
 
     def _send(self, record: StepRecord | EvalRecord) -> None:
@@ -75,6 +78,28 @@ class Ledger:
             "wall_s": wall_s,
             **self.extra,
         }
+
+    def position(self) -> dict[str, Any]:
+        """Returns what a checkpoint keeps of it."""
+        return {
+            "samples": self.samples,
+            "first_loss": self._first_loss,
+            "values": self.values,
+            "metrics": self.metrics,
+            "evaluated": self.evaluated,
+        }
+
+    def go_on(self, step: int, position: dict[str, Any]) -> None:
+        """Goes on after a step of an earlier run; records of later steps are dropped."""
+        self.samples, self._first_loss = position["samples"], position["first_loss"]
+        self.values, self.metrics = dict(position["values"]), dict(position["metrics"])
+        self.evaluated = position["evaluated"]
+        self.rewind(step)
+
+    def rewind(self, step: int) -> None:
+        """Drops records of later steps: they will come again."""
+        for sink in self.sinks:
+            sink.rewind(step)
 
     def close(self) -> None:
         """Closes the sinks."""

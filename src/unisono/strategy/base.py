@@ -16,6 +16,7 @@ from unisono.strategy.backward import backward
 from unisono.strategy.flat import BUCKET_BYTES, ONE_SHOT_BYTES
 from unisono.strategy.loss_scale import LossScale
 from unisono.strategy.offload import Offload
+from unisono.strategy.saved import Held, HeldState
 
 
 @dataclass(frozen=True)
@@ -102,6 +103,29 @@ class Strategy(ABC):
             What returns the whole of a parameter or buffer; it is called on all ranks in the same order.
         """
         yield lambda tensor: tensor
+
+    def held_weights(self) -> dict[int, Held]:
+        """What this rank has of weights that it does not have as a whole, by the parameter's id."""
+        return {}
+
+    def held_state(self) -> HeldState:
+        """What this rank has of the optimizer's state."""
+        found = HeldState()
+        found.add_all(self.optimizer.state)
+        return found
+
+    def forget_state(self) -> None:
+        """Forgets the optimizer's state: other state is about to be put into `optimizer.state`."""
+        self.optimizer.state.clear()
+
+    def own_state(self, param: torch.Tensor, state: dict[str, Any]) -> dict[str, Any]:
+        """Returns loaded state of a parameter as `optimizer.state` is to have it: in memory of its own.
+
+        Args:
+            param: Whose state it is.
+            state: By key; tensors lie in a file, and are whole.
+        """
+        return {key: _copy_for(param, value) for key, value in state.items()}
 
     @abstractmethod
     def begin_step(self, plan: StepPlan) -> None:
@@ -193,3 +217,12 @@ class Strategy(ABC):
     @abstractmethod
     def parameter_names(self) -> list[str]:
         """In the order of `presence`."""
+
+
+def _copy_for(param: torch.Tensor, value: Any) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    if value.shape == param.shape and param.dim():
+        copy = torch.empty_like(param, dtype=value.dtype)  # strides too: kernels are slow where they differ
+        return copy.copy_(value)
+    return value.to(param.device, copy=True) if value.dim() else value.clone()

@@ -31,6 +31,7 @@ class Ending:
         buffers: Of all models.
         max_block: Most micro-batches that a rank has in any step.
         stop: This rank was told to stop.
+        save: It wants the state saved.
         last: Whether the step ends too, or only one optimizer's part of it.
     """
 
@@ -39,6 +40,7 @@ class Ending:
     buffers: ModelBuffers
     max_block: int
     stop: bool
+    save: bool
     last: bool
 
 
@@ -128,6 +130,7 @@ class Exchange:
             names=names,
             units=sum(1 << k for k, there in enumerate(stepped) if there),
             stop=ending.stop,
+            save=ending.save,
             quiet_changed=ending.buffers.quiet_changed,
             outside=ending.buffers.outside,
             resend=any(unit.strategy.must_resend for unit in units),
@@ -151,6 +154,15 @@ class Exchange:
                     f"than on rank {self.comm.rank}: change them alike, and let forwards outside of the loop run in "
                     "eval mode, or in run.evaluate"
                 )
+
+    def seed_after(self, step: int) -> None:
+        """Seeds all generators as they are after a step, if all optimizers were stepped in it."""
+        for unit in self._units:
+            self._seed_after(unit, step)
+
+    def _seed_after(self, unit: Unit, step: int) -> None:
+        word = "updated" if may_draw(unit.strategy.optimizer) else "update"
+        seed_all(derive_seed(self._seed, word, step, self._number(unit)), self._device)
 
     def _number(self, unit: Unit) -> int:
         return next(k for k, other in enumerate(self._units) if other is unit)
@@ -195,7 +207,7 @@ class Exchange:
         if fit:
             unit.strategy.update(unit.update)
             if may_draw(unit.strategy.optimizer):
-                seed_all(derive_seed(self._seed, "updated", step, number), self._device)
+                self._seed_after(unit, step)
         for schedule in unit.schedules:
             schedule()
         self._timer.enter("reduce")

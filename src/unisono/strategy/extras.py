@@ -16,7 +16,7 @@ from unisono.errors import CommError
 from unisono.strategy.reduction import EXTRAS
 
 MAX_VALUES = 8
-_STOP, _QUIET_CHANGED, _RESEND, _BEGAN = 1, 2, 4, 8
+_STOP, _QUIET_CHANGED, _RESEND, _BEGAN, _SAVE = 1, 2, 4, 8, 16
 
 
 @dataclass
@@ -28,6 +28,7 @@ class RankStep:
         names: Hash of the names of `values`; must agree.
         units: Bit k says that optimizer k was stepped.
         stop: The rank was told to stop (SIGTERM, say): all stop after this step.
+        save: The rank wants the state saved (by the clock, say): all do, before the next step.
         resend: A gradient was sent before it was final.
         began: Gradients were sent of an optimizer that was then not stepped.
         outside: Checksum of buffers that were changed between steps; must agree.
@@ -41,6 +42,7 @@ class RankStep:
     names: int = 0
     units: int = 0
     stop: bool = False
+    save: bool = False
     quiet_changed: bool = False
     resend: bool = False
     began: bool = False
@@ -73,6 +75,7 @@ class ExtrasExchange:
     def launch(self, mine: RankStep) -> Pending:
         """Starts the exchange."""
         flags = _STOP * mine.stop | _QUIET_CHANGED * mine.quiet_changed | _RESEND * mine.resend | _BEGAN * mine.began
+        flags |= _SAVE * mine.save
         scales = [scale for own in mine.scales for scale in _padded(own, self._max_block, 0.0)]
         rows = [value for row in mine.values for value in _padded(row, MAX_VALUES, math.nan)]
         values = _padded(rows, self._max_block * MAX_VALUES, math.nan)
@@ -108,6 +111,7 @@ class ExtrasExchange:
             names=names,
             units=units,
             stop=bool(flags & _STOP),
+            save=bool(flags & _SAVE),
             quiet_changed=bool(flags & _QUIET_CHANGED),
             resend=bool(flags & _RESEND),
             began=bool(flags & _BEGAN),

@@ -26,6 +26,7 @@ from unisono.strategy.flat import FlatGroup
 from unisono.strategy.pieces import is_elementwise
 from unisono.strategy.reduction import Partition
 from unisono.strategy.rounds import Rounds
+from unisono.strategy.saved import Held
 from unisono.strategy.sharded import GradientShardedStrategy
 from unisono.strategy.team import Team
 from unisono.strategy.weights import FlatWeights
@@ -237,6 +238,14 @@ class FullyShardedStrategy(GradientShardedStrategy):
             for weights in (weights for unit in self._units.values() for weights in unit.weights):
                 weights.keep()
             self._free_all()
+
+    def held_weights(self) -> dict[int, Held]:
+        found = {}
+        for weights in (weights for unit in self._units.values() for weights in unit.weights if not weights.resident):
+            if weights.gathered:
+                weights.keep()
+            found.update(weights.held())
+        return found
 
     @contextmanager
     def streaming(self) -> Iterator[Callable[[torch.Tensor], torch.Tensor]]:

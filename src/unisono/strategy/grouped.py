@@ -13,6 +13,7 @@ from unisono.strategy.base import Setup, StepPlan, Strategy
 from unisono.strategy.flat import FlatGroup
 from unisono.strategy.pieces import Pieces
 from unisono.strategy.reduction import Partition
+from unisono.strategy.saved import HeldState
 
 
 class GroupedStrategy(Strategy):
@@ -89,6 +90,17 @@ class GroupedStrategy(Strategy):
     def update(self, step: Callable[[], Any]) -> None:
         self._pieces.update(step)
 
+    def held_state(self) -> HeldState:
+        return super().held_state() if self._pieces.empty else self._pieces.held()
+
+    def own_state(self, param: torch.Tensor, state: dict[str, Any]) -> dict[str, Any]:
+        # Where it will be cut, only a part is ever read.
+        return state if self.shards_state else super().own_state(param, state)
+
+    def forget_state(self) -> None:
+        super().forget_state()
+        self._pieces.forget()
+
     def presence(self) -> list[bool]:
         return [there for group in self.groups for there in group.present]
 
@@ -99,7 +111,8 @@ class GroupedStrategy(Strategy):
 def clip_factor(norm: torch.Tensor, clip_norm: float, group: FlatGroup) -> torch.Tensor:
     """As `torch.nn.utils.clip_grad_norm_` has it: 1.0 where nothing is to clip, so that no device waits.
 
-    Of at least float32: rounded to 16 bits, it would shrink all gradients by up to 0.4 % too much or too little.
+    Of at least float32: rounded to 16 bits, it would shrink all gradients by up to 0.4 % too much or too little. And 1.0
+    where the norm is no number: the step is left out, and the padding, which is kept from step to step, has to stay 0.
     """
-    factor: torch.Tensor = (clip_norm / (norm + 1e-6)).clamp(max=1.0)
+    factor: torch.Tensor = (clip_norm / (norm + 1e-6)).clamp(max=1.0).nan_to_num(1.0)
     return factor.to(group.device, torch.promote_types(group.dtype, torch.float32))

@@ -19,6 +19,7 @@ from unisono.errors import InputError
 from unisono.numerics.seeds import generators_state
 from unisono.strategy.flat import FlatGroup, view_of
 from unisono.strategy.offload import DiskShelf, Offload
+from unisono.strategy.saved import Held, HeldState, shards_of
 from unisono.strategy.weights import FlatWeights, joined
 
 # The key of the float32 weights in `optimizer.state_dict()`, beside the optimizer's own.
@@ -141,6 +142,11 @@ class Pieces:
 
     def __contains__(self, group: FlatGroup) -> bool:
         return any(weights.group is group for weights, _ in self._weights)
+
+    @property
+    def empty(self) -> bool:
+        """Whether no group was taken in: the optimizer updates the parameters themselves."""
+        return not self._weights
 
     @torch.no_grad()
     def add(self, weights: FlatWeights) -> None:
@@ -268,11 +274,44 @@ class Pieces:
             if key in saved["state"]:
                 optimizer.state[param] = dict(saved["state"][key])
 
+    @torch.no_grad()
+    def held(self) -> HeldState:
+        """Returns what this rank has, for a checkpoint."""
+        self._take_over(self.optimizer.state)
+        found = HeldState()
+        found.add_all(self.optimizer.state)  # of parameters that have not been trained yet
+        found.common.update({str(key): value for key, value in self._state.items() if not _is_tensor(key)})
+        for weights, pieces in self._weights:
+            for piece in pieces:
+                if piece.tensor in self._state:
+                    self._hold(found, weights.group, piece)
+        return found
+
+    def _hold(self, found: HeldState, group: FlatGroup, piece: _Piece) -> None:
+        master = {MASTER: piece.tensor.detach()} if piece.master else {}
+        for key, value in {**self._state[piece.tensor], **master}.items():
+            if self._whole or not _is_cut(value, piece.place):
+                found.add(piece.param, key, value)
+            elif len(piece.place) == piece.segment.padded:
+                found.add(piece.param, key, view_of(value, piece.segment, piece.template, 0))
+            else:
+                shards = shards_of(piece.segment, piece.template, piece.place, value)
+                before = found.tensors.get((id(piece.param), key))
+                shards = [*(before.shards if before else ()), *shards]
+                found.tensors[id(piece.param), key] = Held(
+                    tuple(piece.template.shape), value.dtype, shards, whole=False
+                )
+
+    def forget(self) -> None:
+        """Forgets all state: other state is about to be loaded."""
+        self._state.clear()
+
     def _full_state_dict(self) -> dict[str, Any]:
         """`optimizer.state_dict()` as without sharding: whole tensors in the parameters' shapes. Collective."""
         optimizer, state = self.optimizer, self.optimizer.state
         self._take_over(state)
-        full: defaultdict[torch.Tensor, Any] = defaultdict(dict, state)
+        full: defaultdict[Any, Any] = defaultdict(dict, state)
+        full.update({key: value for key, value in self._state.items() if not _is_tensor(key)})
         for weights, pieces in self._weights:
             full.update(self._assembled(weights.group, pieces))
         optimizer.state = full
@@ -313,6 +352,10 @@ class Pieces:
                 base = target[key].as_strided((segment.padded,), (1,), 0)
                 base[place.start - segment.offset : place.stop - segment.offset].copy_(value)
         return found
+
+
+def _is_tensor(key: Any) -> bool:
+    return isinstance(key, torch.Tensor)
 
 
 def _host(value: Any) -> Any:

@@ -47,6 +47,11 @@ class Stepper:
         on_note: Called with a sentence for the user.
         lag: How many steps later logged values are read: 0 on a CPU, 1 where reading would stall the device.
         loss_scale: What losses are multiplied by, or None.
+        on_boundary: Called between two steps, on every rank alike: before a step's first micro-batch.
+
+    Attributes:
+        save_requested: This rank wants the state saved.
+        saving: A rank wanted it when the last step ended.
     """
 
     def __init__(
@@ -60,13 +65,15 @@ class Stepper:
         on_note: Callable[[str], None] = lambda note: None,
         lag: int | None = None,
         loss_scale: LossScale | None = None,
+        on_boundary: Callable[[], None] = lambda: None,
     ) -> None:
+        self._on_boundary = on_boundary
         self.comm, self.device, self.seed, self.timer = comm, device, seed, timer
         self.loss_scale = loss_scale
         self.units: list[Unit] = []
         self.step = 0
         self.epoch = 0
-        self.stop_requested = self.stopping = False
+        self.stop_requested = self.stopping = self.save_requested = self.saving = False
         self.micro: MicroBatch | None = None
         self._on_note = on_note
         self._outcomes = Outcomes(device, int(device.type != "cpu") if lag is None else lag, on_step)
@@ -115,6 +122,8 @@ class Stepper:
             self._seed(micro)
             return
         self.settle()
+        if self._count == 0:
+            self._on_boundary()
         if self.stopping:
             raise Interrupted(f"stopped after step {self.step}")
         if self._count and (epoch, micro.step, micro.index) != self._expected():
@@ -296,6 +305,11 @@ class Stepper:
         finally:
             self.micro, self._done = None, True
 
+    def settle_before_reading(self) -> None:
+        """Updates that wait for the end of the micro-batch are due before anyone looks at the weights."""
+        if self.micro is not None and self.stepped_here:
+            self.settle()
+
     def step_done(self) -> bool:
         """Whether a step has ended in the present micro-batch.
 
@@ -345,7 +359,7 @@ class Stepper:
         if last:
             self._outcomes.values.start_copy()
         max_block = -(-schedule.full_num_micro // self.comm.world_size)
-        ending = Ending(self.step, plan, buffers, max_block, self.stop_requested, last)
+        ending = Ending(self.step, plan, buffers, max_block, self.stop_requested, self.save_requested, last)
         ranks = self._exchange.finish(units, ending)
         if last:
             self._end_step(ranks)
@@ -354,6 +368,7 @@ class Stepper:
         assert self._plan is not None and self._schedule is not None and self.micro is not None
         self._count, self._done = 0, True
         self.stopping = self.stopping or any(rank.stop for rank in ranks)
+        self.saving, self.save_requested = any(rank.save for rank in ranks), False
         if not any(rank.units for rank in ranks) and not self._stepped_at_once:
             return  # nobody stepped anything: batches were only looked at, and that is no step
         self.step += 1
@@ -376,6 +391,17 @@ class Stepper:
             return StepOutcome(step, epoch, size, grad_norm, lr, {**values, **scaling}, times)
 
         self._outcomes.end_step([len(block) for block in self._plan.blocks], ranks, outcome)
+
+    @property
+    def between_steps(self) -> bool:
+        """Whether no step has been begun and not ended."""
+        return self._count == 0
+
+    def restore(self, step: int, epoch: int) -> None:
+        """Goes on after a step of an earlier run: its random numbers are those that would have come next."""
+        self.step, self.epoch, self.micro, self._done, self._count = step, epoch, None, True, 0
+        if step:
+            self._exchange.seed_after(step - 1)
 
     def flush(self) -> None:
         """Collective: tells of steps whose values still wait, and compares the weights of all ranks."""

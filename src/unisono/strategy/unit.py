@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch.optim.lr_scheduler import LRScheduler
+
 from unisono.strategy.base import Strategy
 
 
@@ -17,6 +19,7 @@ class Unit:
         strategy: What reduces its gradients.
         update: The optimizer's own `step`.
         schedules: `step` of LR schedulers that go with it.
+        schedulers: These themselves.
         clip_norm: Largest gradient norm, or None.
         scales: Of this rank's micro-batches of the present step, as far as it was stepped.
         rates: Learning rates at the step's begin.
@@ -26,6 +29,7 @@ class Unit:
     strategy: Strategy
     update: Callable[[], Any]
     schedules: list[Callable[[], None]] = field(default_factory=list)
+    schedulers: list[LRScheduler] = field(default_factory=list)
     clip_norm: float | None = None
     scales: list[float] = field(default_factory=list)
     rates: list[float] = field(default_factory=list)

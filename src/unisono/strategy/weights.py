@@ -13,6 +13,7 @@ import torch
 from unisono.comm.api import Collectives, Pending
 from unisono.strategy.flat import FlatGroup, view_of
 from unisono.strategy.reduction import RESULTS, Partition
+from unisono.strategy.saved import Held, shards_of
 from unisono.strategy.team import Team
 
 
@@ -73,6 +74,17 @@ class FlatWeights:
         slot = next(slot for slot, kept in enumerate(self._places) if place.start in kept)
         start = self._places[slot].start
         return self._kept[slot][place.start - start : place.stop - start]
+
+    def held(self) -> dict[int, Held]:
+        """What this rank updates of each parameter, by its id."""
+        found = {}
+        for param, segment, like in zip(
+            self.group.params, self.group.layout.segments, self.group.templates, strict=True
+        ):
+            inside = [range(max(s.start, segment.offset), min(s.stop, segment.stop)) for s in self.own]
+            shards = [s for place in inside if place for s in shards_of(segment, like, place, self.part(place))]
+            found[id(param)] = Held(tuple(like.shape), like.dtype, shards, whole=False)
+        return found
 
     def share(self) -> list[Pending]:
         """Collective: starts to send what this rank has updated to its peers."""

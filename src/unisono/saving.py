@@ -1,0 +1,400 @@
+"""Saving: how a run's state outlives its processes."""
+
+from __future__ import annotations
+
+import re
+import time
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from unisono.checkpoint.format import MODEL
+from unisono.checkpoint.reader import Checkpoint, DamagedError, TensorFile, checkpoints_in, find
+from unisono.checkpoint.storage import LocalStorage
+from unisono.checkpoint.writer import CheckpointError, Draft, Writer, folder_name
+from unisono.contents import check_fits, check_weights, collect, layouts_of, parts_of, restore, restore_weights
+from unisono.data.loader import MicroBatchLoader
+from unisono.errors import InputError, require_positive_int
+from unisono.execution import Execution
+from unisono.launch.session import Session
+from unisono.observe.ledger import Ledger
+from unisono.prepare import Preparation
+from unisono.strategy.stepper import Stepper
+
+_UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
+# With a copy in memory training goes on while it is written. State that does not fit in memory goes through this much.
+_SMALL_MEMORY = 64 * 1024 * 1024
+
+
+@dataclass(frozen=True)
+class SavePlan:
+    """When checkpoints are made, and which ones stay.
+
+    Attributes:
+        every_steps: Steps between two, or None.
+        every_s: Seconds between two, or None.
+        keep: How many of the newest stay, or None for all.
+        best: (metric, whether more is better) of one more that stays, or None.
+    """
+
+    every_steps: int | None = None
+    every_s: float | None = None
+    keep: int | None = None
+    best: tuple[str, bool] | None = None
+
+    @classmethod
+    def of(cls, how: Execution) -> SavePlan:
+        """Reads what the user said.
+
+        Raises:
+            InputError: it makes no sense.
+        """
+        steps, seconds = None, None
+        if how.checkpoint_every is not None:
+            found = re.fullmatch(r"(\d+)([smh]?)", str(how.checkpoint_every).strip())
+            if not found or int(found[1]) == 0:
+                raise InputError(
+                    f"checkpoint_every '{how.checkpoint_every}' is neither a number of steps nor a time (30s, 10m, 1h)"
+                )
+            steps = None if found[2] else int(found[1])
+            seconds = int(found[1]) * _UNITS[found[2]] if found[2] else None
+        if how.keep is not None:
+            require_positive_int(how.keep, "keep")
+        best = None
+        if how.keep_best is not None:
+            name, _, kind = how.keep_best.rpartition(":")
+            if not name or kind not in ("max", "min"):
+                raise InputError(f"keep_best '{how.keep_best}' is neither METRIC:max nor METRIC:min")
+            best = (name, kind == "max")
+        return cls(steps, seconds, how.keep, best)
+
+
+class Saving:
+    """The part of a `Run` that saves and goes on."""
+
+    _session: Session
+    _stepper: Stepper
+    _prepared: Preparation
+    ledger: Ledger
+    run_dir: Path | None
+    seed: int
+    strategy: str
+    _how: Execution
+    _plan: SavePlan
+    _definition: Mapping[str, Any]
+
+    def _start_saving(self, how: Execution, definition: Mapping[str, Any]) -> None:
+        self._how, self._plan, self._definition = how, SavePlan.of(how), definition
+        self._tracked: dict[str, Any] = {}
+        self._writer: Writer | None = None
+        self._late: str | None = None
+        self._saved = self._resumed = -1  # steps
+        self._saved_s = time.monotonic()
+
+    if TYPE_CHECKING:
+
+        def note(self, sentence: str) -> None: ...
+
+    def track(self, name: str, thing: Any) -> None:
+        """Saves and restores further state with every checkpoint: an average of the weights, a meter, a scheduler.
+
+        Args:
+            name: Of it in the checkpoint.
+            thing: It has `state_dict()` and `load_state_dict()`; what it says is alike on all ranks.
+
+        Raises:
+            InputError: it has not, or the name is taken.
+        """
+        if not (callable(getattr(thing, "state_dict", None)) and callable(getattr(thing, "load_state_dict", None))):
+            raise InputError(f"run.track('{name}', ...) got {type(thing).__name__}, which has no state_dict")
+        if name in self._tracked:
+            raise InputError(f"'{name}' is tracked already: give run.track another name")
+        self._tracked[name] = thing
+
+    def save(self, wait: bool = False) -> Path:
+        """Saves everything that `resume` needs to go on after the present step; returns the checkpoint's folder.
+
+        Training goes on when a copy is made in memory; the rest is written behind. A step is saved once.
+
+        Args:
+            wait: Returns when it is on the disk.
+
+        Collective: every rank calls it.
+
+        Raises:
+            InputError: inside of a step, or the run has no folder.
+            CheckpointError: this checkpoint, or the one before, could not be written.
+        """
+        if self.run_dir is None:
+            raise InputError("run.save() has nowhere to write to: give init(run_dir=...), or start with `unisono run`")
+        self._session.comm.barrier(f"run.save() after step {self._stepper.step}")
+        self._stepper.settle_before_reading()
+        if not self._stepper.between_steps:
+            raise InputError(
+                f"run.save() inside of step {self._stepper.step}: save between two steps, after the epoch's loop or "
+                "`if run.step_done`"
+            )
+        name = folder_name(self._stepper.step)
+        if self._saved != self._stepper.step:
+            self._write()
+        if wait and (error := self._finish_saving()):
+            raise CheckpointError(error)
+        return self.run_dir / "checkpoints" / name
+
+    def _write(self) -> None:
+        comm, step = self._session.comm, self._stepper.step
+        writer = self._open_writer()
+        contents = collect(self._prepared, self._stepper, self._tracked)
+        word = (writer.settle() or self._late, uuid.uuid4().hex[:8], writer.storage.free_bytes(), contents.told())
+        everyone = comm.gather_objects(word)
+        failed = self._end_last([error for error, *_ in everyone])
+        told = [tensors for *_, (tensors, _) in everyone]
+        layouts = layouts_of(told)
+        for number, record in enumerate(contents.state["optimizers"]):
+            record["values"] = {}
+            for *_, (_, values) in reversed(everyone):
+                record["values"].update(values[number])
+        draft = Draft(step, everyone[0][1], layouts, {**self._position(), **contents.state})
+        if draft.num_bytes > (free := min(free for _, _, free, _ in everyone)):
+            raise CheckpointError(
+                f"checkpoint {draft.name} needs {draft.num_bytes:,} bytes, and {self.run_dir} has {free:,} left"
+            )
+        writer.write(draft, parts_of(contents, layouts, told, comm.rank))
+        self._saved, self._saved_s = step, time.monotonic()
+        if failed:
+            raise CheckpointError(failed)
+
+    def _end_last(self, errors: list[str | None]) -> str | None:
+        """Lets the last checkpoint be published, or drops it where a rank could not write its part."""
+        assert self._writer is not None
+        failed = next((error for error in errors if error), None)
+        if failed:
+            self._writer.cancel()
+        late = self._writer.finish()
+        self._late = None if failed else late  # only rank 0 knows: the others hear of it with the next one
+        return failed
+
+    def _open_writer(self) -> Writer:
+        assert self.run_dir is not None
+        if self._writer is None:
+            place, storage = self._session.place, LocalStorage(self.run_dir / "checkpoints")
+            if place.rank == 0:
+                remove_partial(storage)
+            self._writer = Writer(
+                storage,
+                place.rank,
+                place.world_size,
+                timeout_s=self._session.timeout_s,
+                after=lambda name: prune(storage, self._plan),
+                memory_limit=_SMALL_MEMORY if self._how.offload == "disk" else None,
+            )
+        return self._writer
+
+    def _position(self) -> dict[str, Any]:
+        stepper, scale = self._stepper, self._stepper.loss_scale
+        return {
+            "step": stepper.step,
+            "epoch": stepper.epoch,
+            "definition": self._defined(),
+            "recipe_digest": self.ledger.extra.get("recipe_digest"),
+            "loaders": [loader.position for loader in self._prepared.loaders],
+            "loss_scale": None if scale is None else [scale.value, scale.good_steps],
+            "ledger": self.ledger.position(),
+            "saved_by": {"nproc": self._session.place.world_size, "strategy": self.strategy, "time": time.time()},
+        }
+
+    def _defined(self) -> dict[str, Any]:
+        """What has to be the same for a run to go on as if nothing had happened."""
+        found = {"seed": self.seed, **self._definition}
+        for number, loader in enumerate(self._prepared.loaders):
+            found |= {f"{name} of dataset {number}": value for name, value in _sizes(loader).items()}
+        return found
+
+    def _finish_saving(self) -> str | None:
+        """Collective: waits until the last checkpoint is published; returns why it could not be."""
+        if self._writer is None:
+            return None
+        failed = self._end_last(self._session.comm.gather_objects(self._writer.settle() or self._late))
+        late = self._agreed(self._late)
+        self._late = None
+        return failed or late
+
+    # By itself
+
+    def _on_boundary(self) -> None:
+        """Between two steps, on all ranks alike."""
+        step, plan = self._stepper.step, self._plan
+        if step == 0 and self._how.resume is not None and self._resumed < 0:
+            raise InputError("this run is to be resumed: call run.resume() after the last prepare, before the loop")
+        if self.run_dir is None or step in (0, self._saved, self._resumed):
+            return
+        due = plan.every_steps is not None and step % plan.every_steps == 0
+        if due or self._stepper.saving or (self._stepper.stopping and self._saves_by_itself):
+            self._save_by_itself()
+
+    @property
+    def _saves_by_itself(self) -> bool:
+        return self._plan.every_steps is not None or self._plan.every_s is not None or self._saved >= 0
+
+    def _save_by_itself(self) -> None:
+        try:
+            self.save()
+        except CheckpointError as error:  # the run goes on: there is another one to come
+            self.note(f"{error}; training goes on without it")
+
+    def _save_at_the_end(self) -> None:
+        if self.run_dir is not None and self._saves_by_itself and self._stepper.step > 0:
+            self.save(wait=True)
+
+    def _watch_the_clock(self) -> None:
+        every_s = self._plan.every_s
+        if every_s is not None and self._session.place.rank == 0 and time.monotonic() - self._saved_s >= every_s:
+            self._stepper.save_requested = True
+
+    # The way back
+
+    def resume(self, folder: str | Path | None = None) -> bool:
+        """Goes on where an earlier run was saved, whatever its number of processes and strategy.
+
+        Args:
+            folder: A run's folder, or one checkpoint. Default: what --resume named, or, where torch elastic has
+                started the ranks again, this run's own.
+
+        Returns:
+            Whether there was something to go on from.
+
+        Collective: every rank calls it, after the last `prepare` and `track`, before the loop.
+
+        Raises:
+            InputError: there is no whole checkpoint, or it is of another model or recipe.
+        """
+        self._resumed = max(self._resumed, 0)
+        named = folder if folder is not None else self._how.resume
+        own = self.run_dir is not None and (named is None or Path(named) == self.run_dir)
+        if own and self.run_dir is not None:
+            if named is None and not self._session.place.restarts:
+                return False
+            if not self._agreed(checkpoints_in(self.run_dir / "checkpoints")):
+                self.note(f"{self.run_dir} has no checkpoint yet: the run begins at step 0")
+                self.ledger.rewind(0)
+                return False
+            named = self.run_dir
+        if named is None:
+            return False
+        if not self._stepper.between_steps:
+            raise InputError(f"run.resume() inside of step {self._stepper.step}: call it before the loop")
+        found = self._newest_whole(Path(named))
+        self._check_same(found)
+        check_fits(found, self._prepared, self._stepper)
+        restore(found, self._prepared, self._stepper, self._tracked)
+        for loader, position in zip(self._prepared.loaders, found.state["loaders"], strict=False):
+            loader.position = tuple(position)
+        if self._stepper.loss_scale is not None and found.state["loss_scale"] is not None:
+            self._stepper.loss_scale.value, self._stepper.loss_scale.good_steps = found.state["loss_scale"]
+        self._stepper.restore(found.step, found.state["epoch"])
+        self.ledger.go_on(found.step, found.state["ledger"])
+        self._saved = self._resumed = found.step
+        self._session.comm.barrier("run.resume()")  # nobody prunes what another still reads
+        self.note(f"goes on after step {found.step}, from {found.folder}")
+        return True
+
+    def _agreed(self, value: Any) -> Any:
+        """What rank 0 says."""
+        return self._session.comm.gather_objects(value)[0]
+
+    def _newest_whole(self, place: Path) -> Checkpoint:
+        """Finds the newest checkpoint that is whole; all ranks share the reading."""
+        try:
+            mine: Any = [str(path) for path in find(place)[1]]
+        except InputError as error:
+            mine = error
+        candidates = self._agreed(mine)
+        if isinstance(candidates, InputError):
+            raise candidates
+        reasons: list[str] = []
+        for path in map(Path, reversed(candidates)):
+            found, damage = self._open_whole(path)
+            if found is not None:
+                for reason in reasons:
+                    self.note(f"{reason}; {found.folder} is the newest whole one")
+                return found
+            reasons.append(damage)
+        raise InputError(f"{reasons[0]}; there is no other checkpoint to go on from")
+
+    def _open_whole(self, path: Path) -> tuple[Checkpoint | None, str]:
+        comm, mine, found = self._session.comm, "", None
+        try:
+            found = Checkpoint.open(path)
+            found.check(comm.rank, comm.world_size)
+        except DamagedError as reason:
+            mine = str(reason)
+        damage = next((said for said in comm.gather_objects(mine) if said), "")
+        return (None if damage else found), damage
+
+    def _check_same(self, found: Checkpoint) -> None:
+        saved, now = found.state["definition"], self._defined()
+        changed = [
+            f"{name} was {saved.get(name)!r}, is {now.get(name)!r}"
+            for name in {**saved, **now}
+            if saved.get(name) != now.get(name)
+        ]
+        if changed and not self._how.allow_changed:
+            raise InputError(
+                f"{found.folder} is of another recipe: {'; '.join(changed)}. Make it as it was, or give --allow-changed"
+            )
+
+    def init_from(self, file: str | Path) -> None:
+        """Takes weights only, from any safetensors file of this model's names and shapes, or a folder with one.
+
+        Collective: every rank calls it, after `prepare`.
+
+        Raises:
+            InputError: there is no such file, or it is of another model.
+        """
+        path = Path(file)
+        if path.is_dir():
+            path = path / MODEL
+        opened = TensorFile(path)
+        with self._prepared.streaming():
+            check_weights(opened, self._prepared.live_state())
+        restore_weights(opened, self._prepared)
+
+
+def _sizes(loader: MicroBatchLoader) -> dict[str, Any]:
+    schedule = loader.schedule
+    return {
+        "samples": schedule.num_samples,
+        "global_batch": schedule.global_batch,
+        "micro_batch": schedule.micro_batch,
+        "drop_last": schedule.drop_last,
+        "shuffle": loader.options.shuffle,
+    }
+
+
+def remove_partial(storage: LocalStorage) -> None:
+    """Removes what a killed run has left of checkpoints that were not whole."""
+    for name in storage.list():
+        if name.startswith(".step-"):
+            storage.remove(name)
+
+
+def prune(storage: LocalStorage, plan: SavePlan) -> None:
+    """Removes checkpoints that are not to stay."""
+    if plan.keep is None:
+        return
+    folders = checkpoints_in(storage.root)
+    staying = set(folders[-plan.keep :])
+    if plan.best is not None:
+        name, more = plan.best
+        scores = []
+        for folder in folders:
+            metrics = Checkpoint.open(folder).state["ledger"]["metrics"]
+            if name in metrics:
+                scores.append((metrics[name] if more else -metrics[name], folder))
+        if scores:
+            staying.add(max(scores)[1])
+    for folder in folders:
+        if folder not in staying:
+            storage.remove(folder.name)
