@@ -15,6 +15,7 @@ from unisono.launch.environment import Place, detect, usable_cores
 from unisono.launch.session import open_session, pick_device
 from unisono.recipe import FLOAT32, check_precision
 from unisono.run import Run
+from unisono.saving import SavePlan
 from unisono.strategy.catalog import strategy_name, strategy_options
 
 
@@ -106,6 +107,7 @@ def resolve(how: Execution, place: Place) -> tuple[Execution, dict[str, Any]]:
     """
     how = replace(how, strategy=strategy_name(how.strategy))
     options = strategy_options(how, place)
+    SavePlan.of(how)
     if how.offload == "cpu" and pick_device(place.local_rank).type == "cpu":
         raise InputError("offload cpu is for accelerators; here the weights are on the CPU: use offload disk, or none")
     return how, options

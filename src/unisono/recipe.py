@@ -65,6 +65,8 @@ class Recipe:
             depends on it.
         clip_norm: Largest L2 norm of the whole gradient; None leaves it alone.
         drop_last: Leaves out the short last step of an epoch.
+        init_from: A safetensors file (or a folder with model.safetensors) of weights to begin with, in place of the
+            model's own.
 
     Raises:
         InputError: a field has a value that cannot work.
@@ -89,6 +91,7 @@ class Recipe:
     threads: int = 1
     clip_norm: float | None = None
     drop_last: bool = False
+    init_from: str | None = None
 
     def __post_init__(self) -> None:
         for name in ("model", "loss", "optimizer", "metrics", "schedule", "collate", "sample"):
@@ -122,8 +125,9 @@ class Recipe:
     def settings(self) -> dict[str, Any]:
         """Returns the plain values that define the run (not the functions)."""
         plain = {f.name: getattr(self, f.name) for f in fields(self)}
-        if not self.compile:  # came later than the first digests: left out where it changes nothing
-            del plain["compile"]
+        for name in ("compile", "init_from"):  # came later than the first digests: left out where they change nothing
+            if not plain[name]:
+                del plain[name]
         return {name: value for name, value in plain.items() if value is None or isinstance(value, int | float | str)}
 
 
@@ -184,22 +188,42 @@ class LoadedRecipe:
     @property
     def digest(self) -> str:
         """A SHA-256, as "sha256:" + hex, over the name, options and settings."""
-        text = json.dumps([self.name, self.options, self.recipe.settings()], sort_keys=True, default=_said)
+        settings = self.recipe.settings()
+        if self.recipe.init_from is not None:  # what it holds counts, and not where it lies
+            settings["init_from"] = _hash_of_file(self.recipe.init_from)
+        text = json.dumps([self.name, self.options, settings], sort_keys=True, default=_said)
         return "sha256:" + hashlib.sha256(text.encode()).hexdigest()
+
+    @property
+    def definition(self) -> dict[str, Any]:
+        """Its name, options and settings, by name."""
+        settings = {f"Recipe.{name}": value for name, value in self.recipe.settings().items()}
+        return {"recipe": self.name, **self.options, **settings}
 
     def with_steps(self, steps: int) -> LoadedRecipe:
         """Returns the same recipe ended after `steps` optimizer updates."""
         recipe = replace(self.recipe, steps=require_positive_int(steps, "--steps"), epochs=None)
         return replace(self, recipe=recipe, origins={**self.origins, "steps": "--steps"})
 
-    def with_flags(self, *, precision: str | None = None, compile: bool | None = None) -> LoadedRecipe:
+    def with_flags(
+        self, *, precision: str | None = None, compile: bool | None = None, init_from: str | None = None
+    ) -> LoadedRecipe:
         """Returns the same recipe with what flags say of it; None leaves a setting as the recipe has it."""
         if precision is not None:
             check_precision(precision, "--precision")
-        flags = {"precision": precision, "compile": compile}
+        flags = {"precision": precision, "compile": compile, "init_from": init_from}
         given = {name: value for name, value in flags.items() if value is not None}
-        origins = {**self.origins, **{name: f"--{name}" for name in given}}
+        origins = {**self.origins, **{name: f"--{name.replace('_', '-')}" for name in given}}
         return replace(self, recipe=replace(self.recipe, **given), origins=origins)  # type: ignore[arg-type]
+
+
+def _hash_of_file(name: str) -> str:
+    path = Path(name) / "model.safetensors" if Path(name).is_dir() else Path(name)
+    try:
+        with path.open("rb") as file:
+            return "sha256:" + hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise InputError(f"{path} cannot be read: {error.strerror}") from None
 
 
 def load_recipe(source: str, settings: Mapping[str, str] | None = None) -> LoadedRecipe:

@@ -325,7 +325,7 @@ class Run(Judging, Saving):
                 self._stepper.abandon()
             else:
                 self.flush()
-                self._save_at_the_end()
+                self.save_at_the_end()
             if self.run_dir is not None and not (failed and self._stepper.shards_weights):
                 summary = self.summary() if self.is_main or self._stepper.shards_weights else {}
                 if self.is_main:

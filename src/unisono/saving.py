@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import time
 import uuid
@@ -72,7 +73,11 @@ class SavePlan:
 
 
 class Saving:
-    """The part of a `Run` that saves and goes on."""
+    """The part of a `Run` that saves and goes on.
+
+    Attributes:
+        saves_at_the_end: Whether the state is saved at the end, and when the run is told to stop, in any case.
+    """
 
     _session: Session
     _stepper: Stepper
@@ -87,6 +92,7 @@ class Saving:
 
     def _start_saving(self, how: Execution, definition: Mapping[str, Any]) -> None:
         self._how, self._plan, self._definition = how, SavePlan.of(how), definition
+        self.saves_at_the_end = False
         self._tracked: dict[str, Any] = {}
         self._writer: Writer | None = None
         self._late: str | None = None
@@ -96,6 +102,10 @@ class Saving:
     if TYPE_CHECKING:
 
         def note(self, sentence: str) -> None: ...
+
+    def define(self, values: Mapping[str, Any]) -> None:
+        """Adds to what has to be the same for a run to go on: a recipe's options, say."""
+        self._definition = {**self._definition, **json.loads(json.dumps(values, default=str))}
 
     def track(self, name: str, thing: Any) -> None:
         """Saves and restores further state with every checkpoint: an average of the weights, a meter, a scheduler.
@@ -231,12 +241,15 @@ class Saving:
         if self.run_dir is None or step in (0, self._saved, self._resumed):
             return
         due = plan.every_steps is not None and step % plan.every_steps == 0
-        if due or self._stepper.saving or (self._stepper.stopping and self._saves_by_itself):
+        if self._stepper.stopping:
+            self.save_at_the_end()
+        elif due or self._stepper.saving:
             self._save_by_itself()
 
     @property
     def _saves_by_itself(self) -> bool:
-        return self._plan.every_steps is not None or self._plan.every_s is not None or self._saved >= 0
+        asked = self._plan.every_steps is not None or self._plan.every_s is not None
+        return asked or self._saved >= 0 or self.saves_at_the_end
 
     def _save_by_itself(self) -> None:
         try:
@@ -244,7 +257,8 @@ class Saving:
         except CheckpointError as error:  # the run goes on: there is another one to come
             self.note(f"{error}; training goes on without it")
 
-    def _save_at_the_end(self) -> None:
+    def save_at_the_end(self) -> None:
+        """Collective: the last checkpoint, if any are made; returns when it is on the disk."""
         if self.run_dir is not None and self._saves_by_itself and self._stepper.step > 0:
             self.save(wait=True)
 
@@ -334,16 +348,8 @@ class Saving:
         return (None if damage else found), damage
 
     def _check_same(self, found: Checkpoint) -> None:
-        saved, now = found.state["definition"], self._defined()
-        changed = [
-            f"{name} was {saved.get(name)!r}, is {now.get(name)!r}"
-            for name in {**saved, **now}
-            if saved.get(name) != now.get(name)
-        ]
-        if changed and not self._how.allow_changed:
-            raise InputError(
-                f"{found.folder} is of another recipe: {'; '.join(changed)}. Make it as it was, or give --allow-changed"
-            )
+        if not self._how.allow_changed:
+            check_unchanged(found, self._defined())
 
     def init_from(self, file: str | Path) -> None:
         """Takes weights only, from any safetensors file of this model's names and shapes, or a folder with one.
@@ -371,6 +377,24 @@ def _sizes(loader: MicroBatchLoader) -> dict[str, Any]:
         "drop_last": schedule.drop_last,
         "shuffle": loader.options.shuffle,
     }
+
+
+def check_unchanged(found: Checkpoint, now: Mapping[str, Any]) -> None:
+    """Compares what defines a run with what defined it when it was saved.
+
+    Args:
+        found: The checkpoint.
+        now: What is known now; the rest is not compared.
+
+    Raises:
+        InputError: it has changed; all changes are listed.
+    """
+    saved = found.state["definition"]
+    changed = [f"{name} was {saved.get(name)}, is {now[name]}" for name in now if saved.get(name) != now[name]]
+    if changed:
+        raise InputError(
+            f"{found.folder} is of another recipe: {'; '.join(changed)}. Make it as it was, or give --allow-changed"
+        )
 
 
 def remove_partial(storage: LocalStorage) -> None:

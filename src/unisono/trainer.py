@@ -72,7 +72,12 @@ class Trainer:
         self.model.train()
         num_steps = recipe.steps or (recipe.epochs or 1) * loader.steps_per_epoch
         on_start(num_steps)
+        run.saves_at_the_end = run.run_dir is not None
+        if not run.resume() and recipe.init_from is not None:
+            run.init_from(recipe.init_from)
         with self._stoppable():
+            if run.step and (loader.position[1] == 0 or run.step >= num_steps) and run.ledger.evaluated != run.step:
+                self._evaluate(eval_set)  # saved at an epoch's end, and not gone further
             while run.step < num_steps:
                 self._epoch(loader, optimizer, num_steps)
                 self._evaluate(eval_set)
@@ -91,7 +96,9 @@ class Trainer:
         return found
 
     def _epoch(self, loader: MicroBatchLoader, optimizer: torch.optim.Optimizer, num_steps: int) -> None:
-        for batch in loader:
+        # Held, so that it is not closed by the `return`: that would be the end of the epoch.
+        self._batches = iter(loader)
+        for batch in self._batches:
             loss, weight = self._loss(batch)
             self.run.backward(loss, weight=weight)
             optimizer.step()
@@ -144,6 +151,7 @@ class Trainer:
         try:
             yield
             if self.run.stopping:
+                self.run.save_at_the_end()
                 raise Interrupted(f"stopped after step {self.run.step}")
         finally:
             for number, handler in before.items():

@@ -51,6 +51,19 @@ Recompute = Annotated[
         help="Blocks run their forward again in backward: less memory, more time, the same weights.",
     ),
 ]
+CheckpointEvery = Annotated[
+    str | None, typer.Option(metavar="N", help="Steps (50), or time (30s, 10m, 1h), between two checkpoints.")
+]
+Keep = Annotated[int | None, typer.Option(help="Checkpoints that stay, the newest. Default: all.")]
+KeepBest = Annotated[
+    str | None, typer.Option(metavar="METRIC:max|min", help="One more that stays: the best by a metric of evaluation.")
+]
+Resume = Annotated[
+    str | None, typer.Option(metavar="DIR", help="Go on from a run's folder, or from one checkpoint; any --nproc.")
+]
+MaxRestarts = Annotated[
+    int | None, typer.Option(help="How often ranks that fail are started again, from the last checkpoint. Default: 0.")
+]
 Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks of wrong input too.")]
 
 

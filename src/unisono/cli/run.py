@@ -25,13 +25,18 @@ def run(
     precision: options.Precision = None,
     compile: options.Compile = None,
     recompute: options.Recompute = None,
+    checkpoint_every: options.CheckpointEvery = None,
+    keep: options.Keep = None,
+    keep_best: options.KeepBest = None,
+    resume: options.Resume = None,
+    max_restarts: options.MaxRestarts = None,
     debug: options.Debug = False,
 ) -> None:
     """Run your own training script on several processes. Options for unisono come before the file."""
     options.check_counts(nproc, num_workers)
     if not Path(script).is_file():
         raise InputError(f"script {script} does not exist")
-    from unisono.cli.start import devices, launch_ranks, make_run_dir, shared
+    from unisono.cli.start import devices, launch_ranks, make_run_dir, resumed_folder, shared
     from unisono.execution import Execution
     from unisono.forward.compiled import check_compiler
     from unisono.launch.elastic import Job
@@ -46,6 +51,10 @@ def run(
         precision=precision,
         compile=compile,
         recompute=recompute,
+        checkpoint_every=checkpoint_every,
+        keep=keep,
+        keep_best=keep_best,
+        resume=resume,
     )
     nproc = nproc or devices()
     # What a flag belongs to may be said by the script.
@@ -61,7 +70,7 @@ def run(
     rest = list(arguments or [])
     if rest[:1] == ["--"]:
         rest = rest[1:]
-    folder = make_run_dir(run_dir, Path(script).stem)
+    folder = resumed_folder(resume) if resume and not run_dir else make_run_dir(run_dir, Path(script).stem)
     command = [sys.executable, "-m", "unisono.cli.worker", "script", script, *rest]
     print(f"{script}: {nproc} process{'es' * (nproc > 1)}; {folder}", file=sys.stderr)
-    launch_ranks(Job(command=command, nproc=nproc, run_dir=folder, flags=flags), debug)
+    launch_ranks(Job(command=command, nproc=nproc, run_dir=folder, flags=flags, max_restarts=max_restarts or 0), debug)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from unisono.checkpoint.reader import find
 from unisono.errors import InputError, Interrupted
 from unisono.execution import Execution
 from unisono.launch.elastic import Job, RanksFailed, launch
@@ -56,6 +57,16 @@ def make_run_dir(given: str | None, name: str) -> Path:
         else:
             return folder
     raise InputError(f"no free run folder beside {stem}: give one with --run-dir")
+
+
+def resumed_folder(named: str) -> Path:
+    """Returns the run's folder of what is to be resumed: a run's folder, or one checkpoint.
+
+    Raises:
+        InputError: there is nothing.
+    """
+    place = Path(named)
+    return place if (place / "logs").is_dir() or (place / "metrics.jsonl").exists() else find(place)[0].parent
 
 
 def launch_ranks(job: Job, debug: bool) -> None:

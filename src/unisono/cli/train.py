@@ -10,7 +10,10 @@ from unisono.cli import options
 
 
 def train(
-    recipe: options.RecipeSource = "stdlib-gpt",
+    recipe: Annotated[
+        str | None,
+        typer.Argument(help="A Python file with `recipe(**options)`, or a built-in. Default: stdlib-gpt."),
+    ] = None,
     nproc: options.Nproc = None,
     set_: options.Settings = None,
     steps: Annotated[int | None, typer.Option(help="End after this many optimizer steps.")] = None,
@@ -23,6 +26,17 @@ def train(
     precision: options.Precision = None,
     compile: options.Compile = None,
     recompute: options.Recompute = None,
+    checkpoint_every: options.CheckpointEvery = None,
+    keep: options.Keep = None,
+    keep_best: options.KeepBest = None,
+    resume: options.Resume = None,
+    allow_changed: Annotated[
+        bool, typer.Option("--allow-changed", help="Go on although the recipe has changed since.")
+    ] = False,
+    init_from: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Begin with the weights of a safetensors file.")
+    ] = None,
+    max_restarts: options.MaxRestarts = None,
     json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON on standard output.")] = False,
     debug: options.Debug = False,
 ) -> None:
@@ -31,7 +45,6 @@ def train(
     # Only now torch: help and slips of the keyboard should not wait for it.
     from unisono.cli.settings import parse_settings
     from unisono.cli.training import start
-    from unisono.cli.worker import RecipeJob
 
     settings = parse_settings(set_ or [])
     given = options.given(
@@ -43,6 +56,19 @@ def train(
         offload=offload,
         offload_dir=offload_dir,
         recompute=recompute,
+        checkpoint_every=checkpoint_every,
+        keep=keep,
+        keep_best=keep_best,
+        resume=resume,
+        allow_changed=allow_changed or None,
+        max_restarts=max_restarts,
     )
-    job = RecipeJob(source=recipe, settings=settings, steps=steps, precision=precision, compile=compile)
-    start(job, given, as_json=json, debug=debug)
+    asked = options.given(
+        source=recipe,
+        settings=settings or None,
+        steps=steps,
+        precision=precision,
+        compile=compile,
+        init_from=init_from,
+    )
+    start(asked, given, as_json=json, debug=debug)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import platform
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from unisono.checkpoint.reader import Checkpoint, DamagedError, checkpoints_in, find
 from unisono.cli.report import show_summary
 from unisono.cli.start import devices, launch_ranks, make_run_dir, shared
 from unisono.cli.worker import RecipeJob, train_recipe
@@ -23,51 +26,116 @@ from unisono.launch.environment import Place, usable_cores
 from unisono.observe.jsonl import write_json
 from unisono.prepare import check_world_size
 from unisono.recipe import LoadedRecipe
+from unisono.saving import check_unchanged
 
 
-def start(job: RecipeJob, given: Mapping[str, Any], *, as_json: bool, debug: bool) -> None:
+def start(asked: Mapping[str, Any], given: Mapping[str, Any], *, as_json: bool, debug: bool) -> None:
     """Trains a recipe on the processes of this host.
 
     Args:
-        job: The recipe and its options.
-        given: What the command line says of "nproc", "run_dir" and how to execute; the rest is default.
+        asked: What the command line says of the recipe: fields of `RecipeJob`. What it leaves out is default, or where
+            a run is resumed as that was started.
+        given: What it says of "nproc", "run_dir" and how to execute; the rest is default.
         as_json: Print the summary as JSON.
         debug: Show tracebacks of wrong input too.
 
     Raises:
-        InputError: the recipe or an option cannot work; nothing was started.
+        InputError: the recipe or an option cannot work, or the recipe has changed; nothing was started.
         RanksFailed: a rank failed.
         Interrupted: the run was stopped; its summary is written.
     """
+    last = None if given.get("resume") is None else last_checkpoint(Path(given["resume"]))
+    began = {} if last is None else last.record
+    asked = {**began.get("arguments", {}), **asked}
+    job = RecipeJob(**{"source": "stdlib-gpt", **asked})
     loaded = job.load()
     recipe = loaded.recipe
+    if last is not None and last.checkpoint is not None and not given.get("allow_changed"):
+        check_unchanged(last.checkpoint, json.loads(json.dumps(loaded.definition, default=str)))
+    if began.get("code_sha256", loaded.code_sha256) != loaded.code_sha256:
+        print(f"unisono: the code of {job.source} has changed since the run began", file=sys.stderr)
     nproc = given["nproc"] if "nproc" in given else min(devices(), recipe.full_num_micro)
     how, nproc = shared(job.how.with_flags(given), nproc)
     job = replace(job, how=how)
     if recipe.compile:
         check_compiler()
     check_world_size(nproc, recipe.global_batch, recipe.micro_batch or recipe.global_batch)
-    folder = make_run_dir(given.get("run_dir"), loaded.name)
+    if last is not None and "run_dir" not in given:
+        folder = last.run_dir
+        job = replace(job, how=replace(how, resume=str(last.named)))
+    else:
+        folder = make_run_dir(given.get("run_dir"), loaded.name)
     execution = {"nproc": nproc, **asdict(how), "num_workers": how.num_workers or 0}
     origins = {name: f"--{name.replace('_', '-')}" if name in given else "default" for name in execution}
-    _describe(loaded, folder, execution, {**loaded.origins, **origins})
+    _describe(loaded, folder, execution, {**loaded.origins, **origins}, asked, began)
     print(f"{loaded.name}: {nproc} process{'es' * (nproc > 1)}, {how.strategy}; {folder}", file=sys.stderr)
+    restarts = given.get("max_restarts", 0)
     try:
-        if nproc == 1:
+        if nproc == 1 and not restarts:
             train_recipe(job, Place(job={"run_dir": str(folder)}))
         else:
             command = job.command()
-            launch_ranks(Job(command=command, nproc=nproc, threads=recipe.threads, run_dir=folder), debug)
+            launch_ranks(
+                Job(command=command, nproc=nproc, threads=recipe.threads, run_dir=folder, max_restarts=restarts), debug
+            )
     except (Interrupted, Signalled) as error:
         if (folder / "summary.json").exists():
             steps = show_summary(folder, as_json=as_json)["steps"]
-            raise Interrupted(f"interrupted after step {steps}; see {folder}") from error
+            again = f"unisono train --resume {folder}"
+            raise Interrupted(f"interrupted after step {steps}; go on with `{again}`") from error
         raise
     show_summary(folder, as_json=as_json)
 
 
-def _describe(loaded: LoadedRecipe, folder: Path, execution: dict[str, Any], origins: dict[str, str]) -> None:
-    """Writes recipe.json: what defines the run, and what it was made with."""
+@dataclass(frozen=True)
+class Last:
+    """An earlier run that is to be resumed.
+
+    Attributes:
+        named: What the user named: its folder, or one checkpoint.
+        run_dir: Its folder.
+        record: What its recipe.json says; empty where there is none.
+        checkpoint: The newest, if any was published; whether it is whole is found out later.
+    """
+
+    named: Path
+    run_dir: Path
+    record: dict[str, Any]
+    checkpoint: Checkpoint | None
+
+
+def last_checkpoint(named: Path) -> Last:
+    """Looks for what is to be resumed.
+
+    Raises:
+        InputError: there is nothing.
+    """
+    run_dir = named
+    if not (named / "recipe.json").exists():
+        folder, found = find(named)
+        run_dir = folder.parent
+    else:
+        found = checkpoints_in(named / "checkpoints")
+    try:
+        record = json.loads((run_dir / "recipe.json").read_text())
+    except (OSError, ValueError):
+        record = {}
+    newest = None
+    for path in found:
+        with contextlib.suppress(DamagedError):
+            newest = Checkpoint.open(path)
+    return Last(named, run_dir, record, newest)
+
+
+def _describe(
+    loaded: LoadedRecipe,
+    folder: Path,
+    execution: dict[str, Any],
+    origins: dict[str, str],
+    asked: Mapping[str, Any],
+    began: Mapping[str, Any],
+) -> None:
+    """Writes recipe.json: what defines the run, what it was made with, and how it was executed before, if it was."""
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     record = {
         "recipe": loaded.name,
@@ -77,7 +145,9 @@ def _describe(loaded: LoadedRecipe, folder: Path, execution: dict[str, Any], ori
         "settings": loaded.recipe.settings(),
         "origins": origins,
         "code_sha256": loaded.code_sha256,
+        "arguments": dict(asked),
         "execution": execution,
+        "executed_before": [*began.get("executed_before", []), *([began["execution"]] if began else [])],
         "versions": {
             "unisono": _own_version(),
             "torch": str(torch.__version__),

@@ -31,6 +31,7 @@ class RecipeJob:
         steps: Of `--steps`, or None.
         precision: Of `--precision`, or None.
         compile: Of `--compile`, or None.
+        init_from: Of `--init-from`, or None.
         how: It is executed.
     """
 
@@ -39,12 +40,13 @@ class RecipeJob:
     steps: int | None = None
     precision: str | None = None
     compile: bool | None = None
+    init_from: str | None = None
     how: Execution = field(default_factory=Execution)
 
     def load(self) -> LoadedRecipe:
         with contextlib.redirect_stdout(sys.stderr):  # standard output is for the summary
             loaded = load_recipe(self.source, self.settings)
-        loaded = loaded.with_flags(precision=self.precision, compile=self.compile)
+        loaded = loaded.with_flags(precision=self.precision, compile=self.compile, init_from=self.init_from)
         return loaded if self.steps is None else loaded.with_steps(self.steps)
 
     def said(self) -> dict[str, Any]:
@@ -81,7 +83,9 @@ def train_recipe(job: RecipeJob, place: Place) -> None:
         recipe = loaded.recipe
         run = open_recipe(place, job, recipe)
         trainer = Trainer(recipe, run, num_workers=job.how.num_workers or 0)
-        run.ledger.extra["recipe_digest"] = loaded.digest
+        run.define(loaded.definition)
+        if run.is_main:
+            run.ledger.extra["recipe_digest"] = loaded.digest
         with run:
             trainer.fit(lambda num_steps: _watch(run, num_steps, terminal, log))
             run.ledger.extra["sample"] = trainer.sampled

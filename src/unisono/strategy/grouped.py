@@ -111,8 +111,8 @@ class GroupedStrategy(Strategy):
 def clip_factor(norm: torch.Tensor, clip_norm: float, group: FlatGroup) -> torch.Tensor:
     """As `torch.nn.utils.clip_grad_norm_` has it: 1.0 where nothing is to clip, so that no device waits.
 
-    Of at least float32: rounded to 16 bits, it would shrink all gradients by up to 0.4 % too much or too little. And 1.0
-    where the norm is no number: the step is left out, and the padding, which is kept from step to step, has to stay 0.
+    Of at least float32: rounded to 16 bits, it would shrink all gradients by up to 0.4 % too much or too little. Where
+    the norm is no number it is 1.0: the step is left out, and the padding, kept from step to step, has to stay 0.
     """
     factor: torch.Tensor = (clip_norm / (norm + 1e-6)).clamp(max=1.0).nan_to_num(1.0)
     return factor.to(group.device, torch.promote_types(group.dtype, torch.float32))
