@@ -113,10 +113,13 @@ class FileLayout:
         return cls(tuple(entries), start[: 8 + length], starts, 8 + length + stop)
 
     def named(self, start: int, stop: int) -> str:
-        """Names the first tensor that lies in a range of bytes, for messages."""
+        """Names what lies in a range of bytes, for messages."""
         inside = [e for e in self.entries if self.starts[e.name] < stop and self.starts[e.name] + e.num_bytes > start]
-        first = min(inside, key=lambda entry: self.starts[entry.name], default=None)
-        return "the header" if first is None or start < len(self.header) else f"tensor {first.name}"
+        names = [entry.name for entry in sorted(inside, key=lambda entry: self.starts[entry.name])]
+        found = ["the header"] if start < len(self.header) else []
+        if names:
+            found.append(f"tensor {names[0]}" if len(names) == 1 else f"one of the tensors {names[0]} to {names[-1]}")
+        return " or ".join(found)
 
 
 def joined_crc(one: int, other: int, length: int) -> int:

@@ -37,6 +37,8 @@ def to_plain(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> Any:
     Raises:
         InputError: there is something else in it.
     """
+    if isinstance(value, np.generic | np.ndarray):
+        return {_NUMPY: to_plain(torch.from_numpy(np.array(value)), name, tensors)}
     if value is None or (isinstance(value, bool | int | str) and not isinstance(value, Enum)):
         return value
     if isinstance(value, float):
@@ -44,8 +46,6 @@ def to_plain(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> Any:
     if isinstance(value, torch.Tensor):
         tensors[name] = value.detach()
         return {_TENSOR: name}
-    if isinstance(value, np.generic | np.ndarray):
-        return {_NUMPY: to_plain(torch.from_numpy(np.array(value)), name, tensors)}
     if isinstance(value, list):
         return [to_plain(item, f"{name}.{k}", tensors) for k, item in enumerate(value)]
     if isinstance(value, tuple | set | frozenset):

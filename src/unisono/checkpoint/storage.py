@@ -105,7 +105,9 @@ class LocalStorage:
             return None
 
     def list(self) -> list[str]:
-        return [entry.name for entry in os.scandir(self.root) if entry.is_dir()] if self.root.is_dir() else []
+        if not self.root.is_dir():
+            return []
+        return [entry.name for entry in os.scandir(self.root) if entry.is_dir(follow_symlinks=False)]
 
     def publish(self, partial: str, name: str) -> None:
         _sync_folder(self.root / partial)
