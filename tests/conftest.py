@@ -46,7 +46,12 @@ SHARED_MEMORY = Path("/dev/shm")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Mark this session's processes; an outer session's mark stays, since we are then its process."""
+    """Mark this session's processes; an outer session's mark stays, since we are then its process.
+
+    Not where sessions share the tests (pytest-xdist): one must not take another's processes for its own leaks.
+    """
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        del os.environ[TOKEN]
     os.environ.setdefault(TOKEN, f"{os.getpid()}-{time.time_ns()}")
 
 

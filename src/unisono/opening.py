@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from unisono.checkpoint.keeping import SavePlan
 from unisono.errors import InputError, require_positive_int
 from unisono.execution import Execution
 from unisono.forward.compiled import check_compiler
@@ -15,7 +16,6 @@ from unisono.launch.environment import Place, detect, usable_cores
 from unisono.launch.session import open_session, pick_device
 from unisono.recipe import FLOAT32, check_precision
 from unisono.run import Run
-from unisono.saving import SavePlan
 from unisono.strategy.catalog import strategy_name, strategy_options
 
 

@@ -119,7 +119,7 @@ class Run(Judging, Saving):
     def micro_batch(self) -> int | None:
         """The index of the present micro-batch in its step, None for a shadow and outside of the loop."""
         micro = self._stepper.micro
-        return None if micro is None or micro.shadow else micro.index
+        return None if micro is None else micro.leaf
 
     @property
     def step_done(self) -> bool:
@@ -281,12 +281,12 @@ class Run(Judging, Saving):
 
     def stop(self) -> None:
         """Asks all ranks to stop after the present step, from a signal handler say: the loader raises Interrupted."""
-        self._stepper.stop_requested = True
+        self._stepper.requests.stop = True
 
     @property
     def stopping(self) -> bool:
         """Whether a rank has asked to stop and the step since then has ended."""
-        return self._stepper.stopping
+        return self._stepper.requests.stopping
 
     def flush(self) -> None:
         """Collective: ends what is still under way, so that records are complete."""

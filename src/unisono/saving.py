@@ -3,73 +3,28 @@
 from __future__ import annotations
 
 import json
-import re
 import time
 import uuid
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from unisono.checkpoint.format import MODEL
+from unisono.checkpoint.keeping import SavePlan, prune, remove_partial
 from unisono.checkpoint.reader import Checkpoint, DamagedError, TensorFile, checkpoints_in, find
 from unisono.checkpoint.storage import LocalStorage
 from unisono.checkpoint.writer import CheckpointError, Draft, Writer, folder_name
 from unisono.contents import check_fits, check_weights, collect, layouts_of, parts_of, restore, restore_weights
 from unisono.data.loader import MicroBatchLoader
-from unisono.errors import InputError, require_positive_int
+from unisono.errors import InputError
 from unisono.execution import Execution
 from unisono.launch.session import Session
 from unisono.observe.ledger import Ledger
 from unisono.prepare import Preparation
 from unisono.strategy.stepper import Stepper
 
-_UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 # With a copy in memory training goes on while it is written. State that does not fit in memory goes through this much.
 _SMALL_MEMORY = 64 * 1024 * 1024
-
-
-@dataclass(frozen=True)
-class SavePlan:
-    """When checkpoints are made, and which ones stay.
-
-    Attributes:
-        every_steps: Steps between two, or None.
-        every_s: Seconds between two, or None.
-        keep: How many of the newest stay, or None for all.
-        best: (metric, whether more is better) of one more that stays, or None.
-    """
-
-    every_steps: int | None = None
-    every_s: float | None = None
-    keep: int | None = None
-    best: tuple[str, bool] | None = None
-
-    @classmethod
-    def of(cls, how: Execution) -> SavePlan:
-        """Reads what the user said.
-
-        Raises:
-            InputError: it makes no sense.
-        """
-        steps, seconds = None, None
-        if how.checkpoint_every is not None:
-            found = re.fullmatch(r"(\d+)([smh]?)", str(how.checkpoint_every).strip())
-            if not found or int(found[1]) == 0:
-                raise InputError(
-                    f"checkpoint_every '{how.checkpoint_every}' is neither a number of steps nor a time (30s, 10m, 1h)"
-                )
-            steps = None if found[2] else int(found[1])
-            seconds = int(found[1]) * _UNITS[found[2]] if found[2] else None
-        if how.keep is not None:
-            require_positive_int(how.keep, "keep")
-        best = None
-        if how.keep_best is not None:
-            name, _, kind = how.keep_best.rpartition(":")
-            if not name or kind not in ("max", "min"):
-                raise InputError(f"keep_best '{how.keep_best}' is neither METRIC:max nor METRIC:min")
-            best = (name, kind == "max")
-        return cls(steps, seconds, how.keep, best)
 
 
 class Saving:
@@ -241,9 +196,9 @@ class Saving:
         if self.run_dir is None or step in (0, self._saved, self._resumed):
             return
         due = plan.every_steps is not None and step % plan.every_steps == 0
-        if self._stepper.stopping:
+        if self._stepper.requests.stopping:
             self.save_at_the_end()
-        elif due or self._stepper.saving:
+        elif due or self._stepper.requests.saving:
             self._save_by_itself()
 
     @property
@@ -265,7 +220,7 @@ class Saving:
     def _watch_the_clock(self) -> None:
         every_s = self._plan.every_s
         if every_s is not None and self._session.place.rank == 0 and time.monotonic() - self._saved_s >= every_s:
-            self._stepper.save_requested = True
+            self._stepper.requests.save = True
 
     # The way back
 
@@ -395,30 +350,3 @@ def check_unchanged(found: Checkpoint, now: Mapping[str, Any]) -> None:
         raise InputError(
             f"{found.folder} is of another recipe: {'; '.join(changed)}. Make it as it was, or give --allow-changed"
         )
-
-
-def remove_partial(storage: LocalStorage) -> None:
-    """Removes what a killed run has left of checkpoints that were not whole."""
-    for name in storage.list():
-        if name.startswith(".step-"):
-            storage.remove(name)
-
-
-def prune(storage: LocalStorage, plan: SavePlan) -> None:
-    """Removes checkpoints that are not to stay."""
-    if plan.keep is None:
-        return
-    folders = checkpoints_in(storage.root)
-    staying = set(folders[-plan.keep :])
-    if plan.best is not None:
-        name, more = plan.best
-        scores = []
-        for folder in folders:
-            metrics = Checkpoint.open(folder).state["ledger"]["metrics"]
-            if name in metrics:
-                scores.append((metrics[name] if more else -metrics[name], folder))
-        if scores:
-            staying.add(max(scores)[1])
-    for folder in folders:
-        if folder not in staying:
-            storage.remove(folder.name)

@@ -41,7 +41,7 @@ class Average:
     def update(self, state: dict[str, torch.Tensor]) -> None:
         for name, value in state.items():
             if value.is_floating_point():
-                self.values[name].lerp_(value.float(), 0.1)
+                self.values[name].lerp_(value.to(self.values[name].dtype), 0.1)
 
     def state_dict(self) -> dict[str, Any]:
         return {"values": self.values, "count": 3}

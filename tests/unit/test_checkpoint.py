@@ -312,9 +312,43 @@ def test_a_flipped_bit_names_the_tensor(saved: Path) -> None:
         data = bytearray(path.read_bytes())
         data[layout.starts[name] + 9] ^= 4
         path.write_bytes(data)
-        with pytest.raises(
-            DamagedError,
-            match=r"model.safetensors is damaged between bytes \d+ and \d+, in .*(wide|layer)"):
+        with pytest.raises(DamagedError, match=r"safetensors is damaged between bytes \d+ and \d+, in .*(wide|layer)"):
+            Checkpoint.open(saved).check()
+        damaged = [part for part in range(3) if is_damaged(saved, part, 3)]
+        assert len(damaged) == 1, "readers share the work"
+        data[layout.starts[name] + 9] ^= 4
+        path.write_bytes(data)
+    Checkpoint.open(saved).check()
+
+
+def is_damaged(folder: Path, part: int, parts: int) -> bool:
+    try:
+        Checkpoint.open(folder).check(part, parts)
+    except DamagedError:
+        return True
+    return False
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda folder: (folder / "state.json").unlink(), "state.json is missing"),
+        (lambda folder: (folder / "state.json").write_text("{"), "state.json cannot be read"),
+        (lambda folder: (folder / "state.json").write_text("{}"), "state.json cannot be read"),
+        (lambda folder: (folder / "model.safetensors").unlink(), "model.safetensors is missing"),
+        (lambda folder: os.truncate(folder / "model.safetensors", 1_000_000), "ends after 1000000 of"),
+    ],
+)
+def test_what_is_not_whole_is_named(saved: Path, change: Any, says: str) -> None:
+    change(saved)
+    with pytest.raises(DamagedError, match=says):
+        Checkpoint.open(saved).check()
+
+
+def test_another_format_is_refused(saved: Path) -> None:
+    state = json.loads((saved / "state.json").read_text())
+    (saved / "state.json").write_text(json.dumps({**state, "format": 99}))
+    with pytest.raises(DamagedError, match="has format 99, and this unisono reads format 1"):
         Checkpoint.open(saved)
 
 

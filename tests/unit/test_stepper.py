@@ -298,10 +298,10 @@ def test_a_stop_comes_after_a_whole_step() -> None:
     with pytest.raises(Interrupted, match="stopped after step 2"):  # noqa: PT012
         for number, batch in enumerate(rig.loader()):
             seen.append(number)
-            rig.stepper.stop_requested = number >= 2  # in the first micro-batch of the second step
+            rig.stepper.requests.stop = number >= 2  # in the first micro-batch of the second step
             turn(rig, model, optimizer, batch)
     assert seen == [0, 1, 2, 3]
-    assert rig.stepper.stopping
+    assert rig.stepper.requests.stopping
 
 
 # Against plain PyTorch

@@ -37,6 +37,11 @@ class MicroBatch:
     shadow: bool = False
 
     @property
+    def leaf(self) -> int | None:
+        """Its leaf in the gradient tree, None for a shadow."""
+        return None if self.shadow else self.index
+
+    @property
     def num_samples(self) -> int:
         """Samples of this micro-batch."""
         return self.stop - self.start

@@ -69,6 +69,8 @@ class _ErrorFiles(LogsSpecs):
         return {rank: str(self.folder / f"rank-{rank}.error.json") for rank in range(nproc)}
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+        for path in self.paths(len(envs)).values():  # of a start before
+            Path(path).unlink(missing_ok=True)
         nowhere = dict.fromkeys(envs, "")
         return LogsDest(nowhere, nowhere, nowhere, nowhere, self.paths(len(envs)))
 
@@ -98,6 +100,10 @@ def launch(job: Job) -> None:
             "OMP_NUM_THREADS": str(job.threads),
             "MKL_NUM_THREADS": str(job.threads),
         }
+        if job.max_restarts:
+            # A store of its own for each start: in one that is shared with the start before (torch 2.13's default), a
+            # rank may find another's old address there before it has written its new one.
+            environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         os.environ.update(environment)
         _quieten_elastic()
         config = LaunchConfig(

@@ -18,6 +18,7 @@ from unisono.strategy.extras import ExtrasExchange, RankStep
 from unisono.strategy.loss_scale import LossScale
 from unisono.strategy.outcomes import Outcomes
 from unisono.strategy.pieces import may_draw
+from unisono.strategy.requests import Requests
 from unisono.strategy.unit import Unit
 
 
@@ -30,8 +31,7 @@ class Ending:
         plan: Of the step.
         buffers: Of all models.
         max_block: Most micro-batches that a rank has in any step.
-        stop: This rank was told to stop.
-        save: It wants the state saved.
+        requests: What this rank is asked from outside.
         last: Whether the step ends too, or only one optimizer's part of it.
     """
 
@@ -39,8 +39,7 @@ class Ending:
     plan: StepPlan
     buffers: ModelBuffers
     max_block: int
-    stop: bool
-    save: bool
+    requests: Requests
     last: bool
 
 
@@ -129,8 +128,8 @@ class Exchange:
             step=ending.step,
             names=names,
             units=sum(1 << k for k, there in enumerate(stepped) if there),
-            stop=ending.stop,
-            save=ending.save,
+            stop=ending.requests.stop,
+            save=ending.requests.save,
             quiet_changed=ending.buffers.quiet_changed,
             outside=ending.buffers.outside,
             resend=any(unit.strategy.must_resend for unit in units),

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from unisono.comm.api import Collectives
 from unisono.errors import InputError
 from unisono.observe.events import StepOutcome
 from unisono.strategy.extras import RankStep
@@ -70,8 +71,11 @@ class Outcomes:
         if len(self._waiting) > self.lag:
             self.pass_on(ranks)
 
-    def __len__(self) -> int:
-        return len(self._waiting)
+    def flush(self, comm: Collectives, step: int) -> None:
+        """Collective: passes on all that wait."""
+        while self._waiting:
+            names, values = self.tell_oldest()
+            self.pass_on(comm.gather_objects(RankStep(step, names, values=values)))
 
     def pass_on(self, ranks: Sequence[RankStep]) -> None:
         """Averages the values of the oldest waiting step, told by `ranks`.

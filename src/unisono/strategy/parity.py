@@ -12,6 +12,7 @@ from torch import nn
 
 from unisono.comm.api import Collectives
 from unisono.errors import InputError
+from unisono.strategy.unit import Unit
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -125,3 +126,17 @@ def unprepared(models: Sequence[nn.Module], parameters: Iterable[torch.Tensor]) 
         f"these parameters have gradients and are in no prepared optimizer: {', '.join(left[:8])}"
         f"{' ...' * (len(left) > 8)}; their gradients are not summed over the ranks"
     )
+
+
+def check_stepped(unit: Unit, expected: int, step: int, rank: int) -> None:
+    """Checks that an optimizer was stepped in all micro-batches so far, or in none.
+
+    Raises:
+        InputError: it was not.
+    """
+    if len(unit.scales) != expected:
+        raise InputError(
+            f"optimizer.step() was called in some micro-batches of step {step} and not in others (rank {rank}): call "
+            "it for every batch of the loader, unisono does the accumulation; to update only in some steps, decide by "
+            "`run.step`, which is the same on every rank"
+        )

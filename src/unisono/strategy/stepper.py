@@ -30,7 +30,8 @@ from unisono.strategy.exchange import Ending, Exchange
 from unisono.strategy.extras import RankStep
 from unisono.strategy.loss_scale import LossScale
 from unisono.strategy.outcomes import Outcomes
-from unisono.strategy.parity import Watch, check_alike, check_taken, is_due, unprepared
+from unisono.strategy.parity import Watch, check_alike, check_stepped, check_taken, is_due, unprepared
+from unisono.strategy.requests import Requests
 from unisono.strategy.unit import Unit
 from unisono.strategy.values import read_later
 
@@ -50,8 +51,7 @@ class Stepper:
         on_boundary: Called between two steps, on every rank alike: before a step's first micro-batch.
 
     Attributes:
-        save_requested: This rank wants the state saved.
-        saving: A rank wanted it when the last step ended.
+        requests: What this rank is asked from outside.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class Stepper:
         self.units: list[Unit] = []
         self.step = 0
         self.epoch = 0
-        self.stop_requested = self.stopping = self.save_requested = self.saving = False
+        self.requests = Requests()
         self.micro: MicroBatch | None = None
         self._on_note = on_note
         self._outcomes = Outcomes(device, int(device.type != "cpu") if lag is None else lag, on_step)
@@ -124,7 +124,7 @@ class Stepper:
         self.settle()
         if self._count == 0:
             self._on_boundary()
-        if self.stopping:
+        if self.requests.stopping:
             raise Interrupted(f"stopped after step {self.step}")
         if self._count and (epoch, micro.step, micro.index) != self._expected():
             self._on_note(f"the loop was left inside step {self.step}: its gradients are dropped")
@@ -141,7 +141,7 @@ class Stepper:
             self._watch.look()
         self._outcomes.values.begin_micro_batch()
         if self._plan is not None and len(self.units) == 1:  # so nobody else's backward can reach the gradients
-            self.units[0].strategy.expect_backward(self._plan, _leaf(micro), self._scale)
+            self.units[0].strategy.expect_backward(self._plan, micro.leaf, self._scale)
         self._seed(micro)
 
     def _watches(self, schedule: Schedule) -> bool:
@@ -248,7 +248,7 @@ class Stepper:
                 "optimizer.step() was called outside of the prepared loader's loop, or twice in one micro-batch: "
                 "call it once for each batch of the loader; unisono does the accumulation"
             )
-        self._check_unit(unit, self._count - 1)
+        check_stepped(unit, self._count - 1, self.step, self.comm.rank)
         if self._count > 1 and unit.rates != unit.rates_now()[: len(unit.rates)]:
             raise InputError(
                 f"a learning rate changed inside of step {self.step}: its micro-batches are one update. Pass the "
@@ -266,7 +266,7 @@ class Stepper:
         scale, self._weight = self._scale(), None
         unit.scales.append(scale)
         if self._plan is not None:
-            unit.strategy.add_micro_batch(self._plan, _leaf(micro), scale)
+            unit.strategy.add_micro_batch(self._plan, micro.leaf, scale)
             if unit.strategy.in_threads and micro.is_last:
                 self.timer.enter("backward")
                 unit.strategy.end_backward(self._plan)
@@ -292,7 +292,7 @@ class Stepper:
         try:
             for unit in self.units:
                 if unit.scales:
-                    self._check_unit(unit, self._count)
+                    check_stepped(unit, self._count, self.step, self.comm.rank)
                 if len(unit.scales) < self._count and self._plan is not None:
                     unit.strategy.skip_micro_batch(self._plan)
             if micro.is_last:
@@ -325,14 +325,6 @@ class Stepper:
         if schedule is self._schedule:
             self.settle()
 
-    def _check_unit(self, unit: Unit, expected: int) -> None:
-        if len(unit.scales) != expected:
-            raise InputError(
-                f"optimizer.step() was called in some micro-batches of step {self.step} and not in others (rank "
-                f"{self.comm.rank}): call it for every batch of the loader, unisono does the accumulation; "
-                "to update only in some steps, decide by `run.step`, which is the same on every rank"
-            )
-
     def backward(self, loss: torch.Tensor) -> None:
         """Brings a checked loss's gradients into the parameters, under some strategies later."""
         if len(self.units) == 1:
@@ -359,7 +351,7 @@ class Stepper:
         if last:
             self._outcomes.values.start_copy()
         max_block = -(-schedule.full_num_micro // self.comm.world_size)
-        ending = Ending(self.step, plan, buffers, max_block, self.stop_requested, self.save_requested, last)
+        ending = Ending(self.step, plan, buffers, max_block, self.requests, last)
         ranks = self._exchange.finish(units, ending)
         if last:
             self._end_step(ranks)
@@ -367,8 +359,7 @@ class Stepper:
     def _end_step(self, ranks: Sequence[RankStep]) -> None:
         assert self._plan is not None and self._schedule is not None and self.micro is not None
         self._count, self._done = 0, True
-        self.stopping = self.stopping or any(rank.stop for rank in ranks)
-        self.saving, self.save_requested = any(rank.save for rank in ranks), False
+        self.requests.hear(ranks)
         if not any(rank.units for rank in ranks) and not self._stepped_at_once:
             return  # nobody stepped anything: batches were only looked at, and that is no step
         self.step += 1
@@ -405,11 +396,5 @@ class Stepper:
 
     def flush(self) -> None:
         """Collective: tells of steps whose values still wait, and compares the weights of all ranks."""
-        while len(self._outcomes):
-            names, values = self._outcomes.tell_oldest()
-            self._outcomes.pass_on(self.comm.gather_objects(RankStep(self.step, names, values=values)))
+        self._outcomes.flush(self.comm, self.step)
         check_alike(self.comm, self._models, self.step)
-
-
-def _leaf(micro: MicroBatch) -> int | None:
-    return None if micro.shadow else micro.index

@@ -1,0 +1,83 @@
+"""Keeping: when checkpoints are made, and which ones stay."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from unisono.checkpoint.reader import Checkpoint, checkpoints_in
+from unisono.checkpoint.storage import LocalStorage
+from unisono.errors import InputError, require_positive_int
+from unisono.execution import Execution
+
+_UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
+
+
+@dataclass(frozen=True)
+class SavePlan:
+    """When checkpoints are made, and which ones stay.
+
+    Attributes:
+        every_steps: Steps between two, or None.
+        every_s: Seconds between two, or None.
+        keep: How many of the newest stay, or None for all.
+        best: (metric, whether more is better) of one more that stays, or None.
+    """
+
+    every_steps: int | None = None
+    every_s: float | None = None
+    keep: int | None = None
+    best: tuple[str, bool] | None = None
+
+    @classmethod
+    def of(cls, how: Execution) -> SavePlan:
+        """Reads what the user said.
+
+        Raises:
+            InputError: it makes no sense.
+        """
+        steps, seconds = None, None
+        if how.checkpoint_every is not None:
+            found = re.fullmatch(r"(\d+)([smh]?)", str(how.checkpoint_every).strip())
+            if not found or int(found[1]) == 0:
+                raise InputError(
+                    f"checkpoint_every '{how.checkpoint_every}' is neither a number of steps nor a time (30s, 10m, 1h)"
+                )
+            steps = None if found[2] else int(found[1])
+            seconds = int(found[1]) * _UNITS[found[2]] if found[2] else None
+        if how.keep is not None:
+            require_positive_int(how.keep, "keep")
+        best = None
+        if how.keep_best is not None:
+            name, _, kind = how.keep_best.rpartition(":")
+            if not name or kind not in ("max", "min"):
+                raise InputError(f"keep_best '{how.keep_best}' is neither METRIC:max nor METRIC:min")
+            best = (name, kind == "max")
+        return cls(steps, seconds, how.keep, best)
+
+
+def remove_partial(storage: LocalStorage) -> None:
+    """Removes what a killed run has left of checkpoints that were not whole."""
+    for name in storage.list():
+        if name.startswith(".step-"):
+            storage.remove(name)
+
+
+def prune(storage: LocalStorage, plan: SavePlan) -> None:
+    """Removes checkpoints that are not to stay."""
+    if plan.keep is None:
+        return
+    folders = checkpoints_in(storage.root)
+    staying = set(folders[-plan.keep :])
+    if plan.best is not None:
+        name, more = plan.best
+        scores = []
+        for folder in folders:
+            metrics = Checkpoint.open(folder).state["ledger"]["metrics"]
+            if name in metrics:
+                scores.append((metrics[name] if more else -metrics[name], folder))
+        if scores:
+            staying.add(max(scores)[1])
+    for folder in folders:
+        if folder not in staying:
+            storage.remove(folder.name)
