@@ -138,22 +138,24 @@ def test_a_killed_rank_is_started_again(cwd: Path, whole: dict[str, Any]) -> Non
 
 def test_what_was_trained_to_the_end_is_done_at_once(cwd: Path, unisono: InProcess, whole: dict[str, Any]) -> None:
     first = unisono("train", "mine.py", "--nproc", "1", "--run-dir", "it", "--steps", "7", "--json").summary
-    again = unisono("train", "--resume", "it", "--json").summary
+    again = unisono("train", "--resume", "it", "--nproc", "1", "--json").summary
     assert again["weights_digest"] == first["weights_digest"] != whole["weights_digest"]
     assert again["eval"] == first["eval"]
-    longer = unisono("train", "--resume", "it", "--steps", "42", "--allow-changed", "--json").summary
+    more = ["--steps", "42", "--allow-changed"]
+    longer = run([*UNISONO, "train", "--resume", "it", "--nproc", "2", *more, "--json"], cwd).summary
     assert longer["weights_digest"] == whole["weights_digest"], "a longer run is a shorter one that went on"
     file = cwd / "it" / "checkpoints" / "latest" / "model.safetensors"
     assert "0.weight" in safetensors.torch.load_file(file)
     record = json.loads((cwd / "it" / "recipe.json").read_text())
-    assert [before["nproc"] for before in record["executed_before"]] == [1, 2]
+    assert [before["nproc"] for before in record["executed_before"]] == [1, 1]
 
 
 def test_a_branch_leaves_the_first_run_alone(cwd: Path, unisono: InProcess, whole: dict[str, Any]) -> None:
     unisono("train", "mine.py", "--nproc", "1", "--run-dir", "it", "--checkpoint-every", "5", "--steps", "12")
     before = {path: path.stat().st_mtime_ns for path in (cwd / "it").rglob("*")}
     named = "it/checkpoints/step-00000005"
-    found = unisono("train", "--resume", named, "--run-dir", "two", "--steps", "42", "--allow-changed", "--json")
+    more = ["--steps", "42", "--allow-changed", "--nproc", "1"]
+    found = unisono("train", "--resume", named, "--run-dir", "two", *more, "--json")
     assert found.summary["weights_digest"] == whole["weights_digest"]
     assert [record["step"] for record in records(cwd / "two") if "loss" in record] == list(range(6, 43))
     assert {path: path.stat().st_mtime_ns for path in (cwd / "it").rglob("*")} == before
