@@ -14,7 +14,7 @@ import torch
 
 from tests.worlds import run_world
 from unisono.execution import Execution
-from unisono.verify.compare import max_ulps
+from unisono.numerics.ulps import max_ulps
 from unisono.verify.grid import PLAIN, Cell, Finding, Grid, as_json
 
 RECIPE = """

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import dataclass
 
-from unisono.checkpoint.reader import Checkpoint, checkpoints_in
-from unisono.checkpoint.storage import LocalStorage
+from unisono.checkpoint.format import STATE
+from unisono.checkpoint.storage import Storage
 from unisono.errors import InputError, require_positive_int
 from unisono.execution import Execution
 
@@ -56,28 +57,31 @@ class SavePlan:
         return cls(steps, seconds, how.keep, best)
 
 
-def remove_partial(storage: LocalStorage) -> None:
+def remove_partial(storage: Storage) -> None:
     """Removes what a killed run has left of checkpoints that were not whole."""
     for name in storage.list():
         if name.startswith(".step-"):
             storage.remove(name)
 
 
-def prune(storage: LocalStorage, plan: SavePlan) -> None:
+def prune(storage: Storage, plan: SavePlan) -> None:
     """Removes checkpoints that are not to stay."""
     if plan.keep is None:
         return
-    folders = checkpoints_in(storage.root)
-    staying = set(folders[-plan.keep :])
+    names = sorted(name for name in storage.list() if name.startswith("step-"))
+    staying = set(names[-plan.keep :])
     if plan.best is not None:
-        name, more = plan.best
-        scores = []
-        for folder in folders:
-            metrics = Checkpoint.open(folder).state["ledger"]["metrics"]
-            if name in metrics:
-                scores.append((metrics[name] if more else -metrics[name], folder))
-        if scores:
-            staying.add(max(scores)[1])
-    for folder in folders:
-        if folder not in staying:
-            storage.remove(folder.name)
+        scores = [(score, name) for name in names if (score := _score(storage, name, *plan.best)) is not None]
+        staying.update(max(scores)[1:] if scores else ())
+    for name in names:
+        if name not in staying:
+            storage.remove(name)
+
+
+def _score(storage: Storage, name: str, metric: str, more: bool) -> float | None:
+    """A checkpoint's metric, so that more is better; None where it has none, or is not whole."""
+    try:
+        value = float(json.loads(storage.get(f"{name}/{STATE}") or b"")["ledger"]["metrics"][metric])
+    except (ValueError, KeyError, TypeError):
+        return None
+    return value if more else -value

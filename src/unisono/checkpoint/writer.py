@@ -141,8 +141,9 @@ class Writer:
             if self.rank == 0:
                 self._written.set()  # of this rank's own part; the rest is waited for here
                 self._publish(draft)
-        except (OSError, CheckpointError) as error:
-            reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        except Exception as error:  # in a thread of its own nobody else would hear of it
+            told = isinstance(error, UnisonoError)
+            reason = str(error) if told else getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
             self._error = f"checkpoint {draft.name} could not be written by rank {self.rank}: {reason}"
         finally:
             self._written.set()

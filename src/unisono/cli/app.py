@@ -7,6 +7,7 @@ import traceback
 
 import typer
 
+from unisono.cli.checkpoint import app as checkpoint
 from unisono.cli.run import run
 from unisono.cli.train import train
 from unisono.cli.verify import verify
@@ -22,6 +23,7 @@ app = typer.Typer(
 )
 app.command()(train)
 app.command()(verify)
+app.add_typer(checkpoint, name="checkpoint")
 app.command(context_settings={"allow_interspersed_args": False})(run)
 
 

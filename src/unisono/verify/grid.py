@@ -10,7 +10,8 @@ from pathlib import Path
 
 from safetensors.torch import load_file
 
-from unisono.verify.compare import Difference, cause, first_difference, max_ulps
+from unisono.numerics.ulps import max_ulps
+from unisono.verify.compare import Difference, cause, first_difference
 from unisono.verify.trace import WEIGHTS, Trace, read_traces
 
 PLAIN = "plain"
