@@ -58,6 +58,7 @@ def collect(prepared: Preparation, stepper: Stepper, tracked: Mapping[str, Any])
         shards = {key: held for unit in stepper.units for key, held in unit.strategy.held_weights().items()}
         for name, tensor in prepared.live_state().items():
             found.held[MODEL][name] = shards.get(id(tensor)) or Held.all_of(tensor)
+        found.state["tied"] = prepared.tied_names()
     found.state["optimizers"] = [
         _collect_unit(found, unit, number, len(stepper.units)) for number, unit in enumerate(stepper.units)
     ]

@@ -23,7 +23,7 @@ from unisono.data.schedule import Schedule
 from unisono.errors import InputError, nearest, require_positive_int
 from unisono.forward.options import EAGER, ForwardOptions
 from unisono.launch.session import Session
-from unisono.numerics.digest import live_state
+from unisono.numerics.digest import live_state, tied_names
 from unisono.observe.timer import PhaseTimer
 from unisono.recipe import BF16, check_clip_norm, check_micro_batch
 from unisono.strategy.base import Setup
@@ -125,6 +125,14 @@ class Preparation:
         """Where files that stand for memory go; None for the system's place."""
         offload = self._options.get("offload")
         return None if offload is None else offload.folder
+
+    def tied_names(self) -> dict[str, str]:
+        """Returns further names of tied weights, with the one that `live_state` has."""
+        found = {}
+        for name, model in self.models.items():
+            prefix = f"{name}." if len(self.models) > 1 else ""
+            found.update({prefix + other: prefix + first for other, first in tied_names(model).items()})
+        return found
 
     def live_state(self) -> dict[str, torch.Tensor]:
         """Returns the full state of all models as it hangs there, by name; of several, names start with the model's."""

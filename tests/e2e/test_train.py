@@ -81,7 +81,8 @@ def test_the_folder_is_named_for_the_recipe_and_the_time(alone: tuple[Done, Path
     folder = folder_of(alone)
     assert re.fullmatch(r"digits-\d{8}-\d{6}", folder.name)
     assert alone[0].summary["run_dir"] == f"runs/{folder.name}"
-    assert sorted(path.name for path in folder.iterdir()) == ["logs", "metrics.jsonl", "recipe.json", "summary.json"]
+    names = ["checkpoints", "logs", "metrics.jsonl", "recipe.json", "summary.json"]
+    assert sorted(path.name for path in folder.iterdir()) == names
 
 
 def test_the_records(alone: tuple[Done, Path]) -> None:

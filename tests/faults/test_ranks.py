@@ -135,7 +135,7 @@ def test_a_stop_ends_the_step_and_writes_the_summary(
     num_steps = len(steps(cwd / "mine"))
     assert summary["finished"] is False
     assert 3 <= summary["steps"] == num_steps < 4000
-    assert done.err.splitlines()[-1].endswith(f"interrupted after step {num_steps}; see mine")
+    assert done.err.splitlines()[-1].endswith(f"after step {num_steps}; go on with `unisono train --resume mine`")
     assert json.loads(done.out)["steps"] == num_steps
     # The step was a whole one: the weights are those of a run that was to end there.
     command = InProcess(monkeypatch, capfd, cwd)

@@ -118,7 +118,9 @@ def export(found: Checkpoint, target: Path) -> Path:
             if target.exists():
                 raise InputError(f"{target} is there already: choose another name")
             weights: TensorFile = found.tensors(MODEL)
-            torch.save({name: tensor.clone() for name, tensor in weights.items()}, target)
+            state = {name: tensor.clone() for name, tensor in weights.items()}
+            state.update({name: state[first] for name, first in found.state["tied"].items()})
+            torch.save(state, target)
             return target
         target.mkdir(parents=True, exist_ok=True)
         if (target / MODEL).exists():

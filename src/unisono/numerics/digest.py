@@ -47,6 +47,16 @@ def live_state(model: nn.Module) -> dict[str, torch.Tensor]:
     return state
 
 
+def tied_names(model: nn.Module) -> dict[str, str]:
+    """Returns further names of tied weights, with the name that `full_state` has them under."""
+    first: dict[int, str] = {}
+    tied = {}
+    for name, value in model.state_dict(keep_vars=True).items():
+        if isinstance(value, torch.Tensor) and first.setdefault(id(value), name) != name:
+            tied[name] = first[id(value)]
+    return tied
+
+
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:
     """Returns the raw bytes of a tensor in row-major order."""
     flat = tensor.detach().cpu().contiguous().view(-1)
