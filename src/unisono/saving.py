@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 import uuid
 from collections.abc import Mapping
@@ -58,6 +59,8 @@ class Saving:
 
         def note(self, sentence: str) -> None: ...
 
+        def claim(self, folder: Path, again: bool = False) -> None: ...
+
     def define(self, values: Mapping[str, Any]) -> None:
         """Adds to what has to be the same for a run to go on: a recipe's options, say."""
         self._definition = {**self._definition, **json.loads(json.dumps(values, default=str))}
@@ -81,7 +84,8 @@ class Saving:
     def save(self, wait: bool = False) -> Path:
         """Saves everything that `resume` needs to go on after the present step; returns the checkpoint's folder.
 
-        Training goes on when a copy is made in memory; the rest is written behind. A step is saved once.
+        Training goes on when a copy is made in memory; the rest is written behind. A step is saved once. A run without a
+        folder gets one: runs/SCRIPT-TIME.
 
         Args:
             wait: Returns when it is on the disk.
@@ -89,12 +93,15 @@ class Saving:
         Collective: every rank calls it.
 
         Raises:
-            InputError: inside of a step, or the run has no folder.
+            InputError: inside of a step.
             CheckpointError: this checkpoint, or the one before, could not be written.
         """
-        if self.run_dir is None:
-            raise InputError("run.save() has nowhere to write to: give init(run_dir=...), or start with `unisono run`")
         self._session.comm.barrier(f"run.save() after step {self._stepper.step}")
+        if self.run_dir is None:
+            name = self._agreed(f"{Path(sys.argv[0]).stem or 'run'}-{time.strftime('%Y%m%d-%H%M%S')}")
+            self.claim(Path("runs") / name)
+            self.note(f"checkpoints go to {self.run_dir}; init(run_dir=...) chooses another place")
+        assert self.run_dir is not None
         self._stepper.settle_before_reading()
         if not self._stepper.between_steps:
             raise InputError(

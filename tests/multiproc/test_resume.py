@@ -185,3 +185,19 @@ def test_the_files_are_the_same_to_the_byte(model: str, tmp_path: Path) -> None:
         found.append(files_of(folder, 2))
     assert len(found[0]) == 3
     assert all(files == found[0] for files in found)
+
+
+def save_anywhere(cwd: str) -> str:
+    os.chdir(cwd)
+    with unisono.init(seed=3) as run:
+        model = nn.Linear(6, 3)
+        run.prepare(model, torch.optim.AdamW(model.parameters()), data(), global_batch=16, micro_batch=4)
+        return str(run.save())
+
+
+def test_a_run_without_a_folder_gets_one(tmp_path: Path) -> None:
+    found = run_world(2, save_anywhere, str(tmp_path))
+    assert found[0] == found[1]
+    assert found[0].startswith("runs/")
+    assert (tmp_path / found[0] / "state.json").exists()
+    assert (tmp_path / found[0]).parents[1].joinpath("summary.json").exists()

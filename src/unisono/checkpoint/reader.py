@@ -61,10 +61,6 @@ class TensorFile(Mapping[str, torch.Tensor]):
     def __len__(self) -> int:
         return len(self._entries)
 
-    def block(self, start: int, stop: int) -> memoryview:
-        """Returns bytes of the file."""
-        return self._bytes[start:stop].numpy().data
-
 
 @dataclass(frozen=True)
 class Checkpoint:
@@ -121,11 +117,21 @@ class Checkpoint:
             opened = self.tensors(name)
             if opened.layout.num_bytes != file["bytes"]:
                 raise DamagedError(f"{opened.path} has another header than when it was written")
-            for number in range(part, len(file["crc32"]), parts):
-                start, stop = number * step, min((number + 1) * step, file["bytes"])
-                if zlib.crc32(opened.block(start, stop)) != int(file["crc32"][number], 16):
+            count = len(file["crc32"])
+            for number, crc in _checksums(opened.path, range(count * part // parts, count * (part + 1) // parts), step):
+                if crc != int(file["crc32"][number], 16):
+                    start, stop = number * step, min((number + 1) * step, file["bytes"])
                     what = opened.layout.named(start, stop)
                     raise DamagedError(f"{opened.path} is damaged between bytes {start} and {stop}, in {what}")
+
+
+def _checksums(path: Path, blocks: range, size: int) -> Iterator[tuple[int, int]]:
+    """Yields the CRC-32 of blocks of a file. Read, not mapped: 0.65 s against 1.8 s for 1.2 GB that no cache holds."""
+    buffer = memoryview(bytearray(size))
+    with path.open("rb", buffering=0) as file:
+        file.seek(blocks.start * size)
+        for number in blocks:
+            yield number, zlib.crc32(buffer[: file.readinto(buffer)])
 
 
 def checkpoints_in(folder: Path) -> list[Path]:

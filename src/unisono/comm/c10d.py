@@ -109,7 +109,7 @@ class C10dCollectives:
                 if self._stopped():
                     raise CommError(f"rank {self.rank} waits in {what} for nothing{self._news()}")
                 time.sleep(pause_s)
-                pause_s = min(2 * pause_s, 0.1)
+                pause_s = min(2 * pause_s, 0.02)
             if self._barriers > 1:  # everyone is here, so everyone has left the one before
                 self._store.delete_key(f"barrier/{self._barriers - 1}/{self.rank}")
         except RuntimeError as error:
