@@ -84,8 +84,8 @@ class Saving:
     def save(self, wait: bool = False) -> Path:
         """Saves everything that `resume` needs to go on after the present step; returns the checkpoint's folder.
 
-        Training goes on when a copy is made in memory; the rest is written behind. A step is saved once. A run without a
-        folder gets one: runs/SCRIPT-TIME.
+        Training goes on when a copy is made in memory; the rest is written behind. A step is saved once. A run without
+        a folder gets one: runs/SCRIPT-TIME.
 
         Args:
             wait: Returns when it is on the disk.
