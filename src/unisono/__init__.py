@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from unisono.checkpoint.writer import CheckpointError
+    from unisono.data.stage import StageError, stage
     from unisono.errors import CommError, InputError, UnisonoError
     from unisono.numerics.digest import weights_digest
     from unisono.opening import init
@@ -12,16 +14,31 @@ if TYPE_CHECKING:
     from unisono.run import Run
     from unisono.trainer import Trainer
 
-__all__ = ["CommError", "InputError", "Recipe", "Run", "Trainer", "UnisonoError", "init", "weights_digest"]
+__all__ = [
+    "CheckpointError",
+    "CommError",
+    "InputError",
+    "Recipe",
+    "Run",
+    "StageError",
+    "Trainer",
+    "UnisonoError",
+    "init",
+    "stage",
+    "weights_digest",
+]
 
 _HOMES = {
+    "CheckpointError": "checkpoint.writer",
     "CommError": "errors",
     "InputError": "errors",
     "Recipe": "recipe",
     "Run": "run",
+    "StageError": "data.stage",
     "Trainer": "trainer",
     "UnisonoError": "errors",
     "init": "opening",
+    "stage": "data.stage",
     "weights_digest": "numerics.digest",
 }
 

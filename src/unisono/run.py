@@ -16,8 +16,9 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from unisono.data.first import host_key, leader_first
 from unisono.data.loader import MicroBatchLoader
-from unisono.data.stage import host_key, leader_first
+from unisono.data.stage import stage
 from unisono.errors import InputError
 from unisono.execution import DEFAULT, Execution
 from unisono.forward.options import EAGER, ForwardOptions
@@ -278,6 +279,22 @@ class Run(Judging, Saving):
         key = f"unisono/first/{self._occasions}/{host_key(per_host)}"
         with leader_first(self._session.store, rank=self.rank, leads=leads, key=key, timeout_s=timeout):
             yield
+
+    def stage(self, source: str, target: str, *, timeout_s: float | None = None, **options: Any) -> None:
+        """Copies data once a host, as `unisono.stage` does, while the host's other ranks wait.
+
+        Args:
+            source: A file or folder, wherever fsspec finds it.
+            target: A folder of the host.
+            timeout_s: Longest wait of the others; default: that of the run.
+            **options: Of `unisono.stage`.
+
+        Raises:
+            InputError, StageError: on the rank that copies; CommError on those that waited for it.
+        """
+        with self.rank0_first(timeout_s=timeout_s):
+            if self._session.place.local_rank == 0:
+                stage(source, target, **options)
 
     def stop(self) -> None:
         """Asks all ranks to stop after the present step, from a signal handler say: the loader raises Interrupted."""

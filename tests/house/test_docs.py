@@ -40,7 +40,7 @@ def test_links_lead_somewhere(document: Path) -> None:
 
 def test_the_commands_of_the_documents_exist() -> None:
     known = {}
-    for command in ("train", "run", "verify", "checkpoint"):
+    for command in ("train", "run", "verify", "checkpoint", "stage"):
         shown = subprocess.run([sys.executable, "-m", "unisono", command, "--help"], capture_output=True, text=True)
         known[command] = set(re.findall(r"--[a-z-]+", shown.stdout))
         assert known[command], shown.stderr

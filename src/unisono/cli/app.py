@@ -9,6 +9,7 @@ import typer
 
 from unisono.cli.checkpoint import app as checkpoint
 from unisono.cli.run import run
+from unisono.cli.stage import stage
 from unisono.cli.train import train
 from unisono.cli.verify import verify
 from unisono.errors import UnisonoError
@@ -23,6 +24,7 @@ app = typer.Typer(
 )
 app.command()(train)
 app.command()(verify)
+app.command()(stage)
 app.add_typer(checkpoint, name="checkpoint")
 app.command(context_settings={"allow_interspersed_args": False})(run)
 
