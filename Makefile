@@ -7,7 +7,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check -qq install
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup train test test-all lint bench-order bench-step wheel clean
+.PHONY: help setup train test test-all test-stores lint bench-checkpoint bench-order bench-step wheel clean
 
 help: ## list the commands
 	@grep -E '^[a-z-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -23,11 +23,17 @@ test: .venv/.stamp ## run the tests, without the slow ones; ARGS is passed to py
 test-all: .venv/.stamp ## run every test
 	$(BIN)/python -m pytest -m "" $(ARGS)
 
+test-stores: .venv-stores/.stamp ## stage from and to a server that speaks S3 (an environment of its own; one more minute)
+	PYTHONPATH=src .venv-stores/bin/python -m pytest -c /dev/null --rootdir . tests/stores $(ARGS)
+
 lint: .venv/.stamp ## check style, types and the direction of imports
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
+
+bench-checkpoint: .venv/.stamp ## measure a checkpoint beside torch.save and torch.distributed.checkpoint
+	$(BIN)/python benchmarks/checkpoint.py $(ARGS)
 
 bench-order: .venv/.stamp ## measure the sample order against what others do
 	$(BIN)/python benchmarks/order.py $(ARGS)
@@ -53,6 +59,11 @@ clean: ## remove what was built and cached; .venv and runs/ stay
 	@echo "Setting up .venv from requirements.lock (once; one to five minutes with a CPU torch, more where torch brings CUDA) ..."
 	@$(PYTHON) -m venv --clear .venv
 	@$(PIP) -r requirements.lock
+	@touch $@
+
+.venv-stores/.stamp: requirements-stores.lock
+	@$(PYTHON) -m venv --clear .venv-stores
+	@.venv-stores/bin/python -m pip --disable-pip-version-check -qq install -r requirements-stores.lock
 	@touch $@
 
 .venv/.stamp: .venv/.lock-stamp pyproject.toml

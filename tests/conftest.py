@@ -32,8 +32,9 @@ TOKEN = "PYTEST_LEAK_TOKEN"
 # pytest sets the first by phase; the others are set by scikit-learn and torch when they are first imported.
 VARIABLES_OF_OTHERS = {"PYTEST_CURRENT_TEST", "KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK", "TORCHINDUCTOR_CACHE_DIR"}
 
-# Daemon threads that a library starts once for the whole process: fsspec's event loop and tqdm's monitor.
-THREADS_OF_OTHERS = {"fsspecIO", "TMonitor"}
+# Daemon threads that a library starts once for the whole process: fsspec's event loop, what looks up hosts for it, and
+# tqdm's monitor.
+THREADS_OF_OTHERS = {"fsspecIO", "asyncio_0", "TMonitor"}
 
 # Helpers that Python and joblib start once and end at exit.
 HELPER_PROCESSES = (

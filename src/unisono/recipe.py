@@ -131,6 +131,26 @@ class Recipe:
         return {name: value for name, value in plain.items() if value is None or isinstance(value, int | float | str)}
 
 
+def is_function(data: Any) -> bool:
+    """Whether a recipe's data is a function that makes the dataset (a class counts as one), and no dataset."""
+    is_dataset = hasattr(data, "__getitem__") or hasattr(data, "__iter__")
+    return callable(data) and (isinstance(data, type) or not is_dataset)
+
+
+def dataset_of(data: Any) -> Any:
+    """Returns a recipe's dataset; makes it if need be.
+
+    Raises:
+        InputError: the function returned None.
+    """
+    if not is_function(data):
+        return data
+    found = data()
+    if found is None:
+        raise InputError(f"{getattr(data, '__name__', data)}() returned None: let it return the dataset")
+    return found
+
+
 def check_micro_batch(global_batch: int, micro_batch: object, where: str) -> int:
     """Returns `micro_batch` if it is a positive int no larger than `global_batch`.
 

@@ -10,9 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from unisono.checkpoint.format import MODEL
 from unisono.checkpoint.keeping import SavePlan, prune, remove_partial
-from unisono.checkpoint.reader import Checkpoint, DamagedError, TensorFile, checkpoints_in, find
+from unisono.checkpoint.reader import Checkpoint, DamagedError, checkpoints_in, find, weights_file
 from unisono.checkpoint.storage import LocalStorage
 from unisono.checkpoint.writer import CheckpointError, Draft, Writer, folder_name
 from unisono.contents import check_fits, check_weights, collect, layouts_of, parts_of, restore, restore_weights
@@ -321,10 +320,7 @@ class Saving:
         Raises:
             InputError: there is no such file, or it is of another model.
         """
-        path = Path(file)
-        if path.is_dir():
-            path = path / MODEL
-        opened = TensorFile(path)
+        opened = weights_file(file)
         with self._prepared.streaming():
             check_weights(opened, self._prepared.live_state())
         restore_weights(opened, self._prepared)

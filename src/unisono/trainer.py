@@ -13,7 +13,7 @@ from unisono.data.loader import MicroBatchLoader
 from unisono.errors import InputError, Interrupted
 from unisono.evaluate import evaluating
 from unisono.numerics.seeds import derive_seed, preserved, seed_all
-from unisono.recipe import Recipe
+from unisono.recipe import Recipe, dataset_of, is_function
 from unisono.run import Run
 
 
@@ -86,14 +86,10 @@ class Trainer:
         return run.summary()
 
     def _data(self, data: Any) -> Any:
-        is_dataset = hasattr(data, "__getitem__") or hasattr(data, "__iter__")
-        if not callable(data) or (is_dataset and not isinstance(data, type)):
+        if not is_function(data):
             return data
         with self.run.rank0_first():
-            found = data()
-        if found is None:
-            raise InputError(f"{getattr(data, '__name__', data)}() returned None: let it return the dataset")
-        return found
+            return dataset_of(data)
 
     def _epoch(self, loader: MicroBatchLoader, optimizer: torch.optim.Optimizer, num_steps: int) -> None:
         # Held, so that it is not closed by the `return`: that would be the end of the epoch.

@@ -22,6 +22,7 @@ def test_a_recipe_that_is_the_same_everywhere(tmp_path: Path) -> None:
         ("zero2", 1, True),
         ("zero2", 2, True),
         ("plain", 1, True),
+        ("killed", 2, True),
     ]
 
 

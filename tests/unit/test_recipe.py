@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from unisono.errors import InputError
-from unisono.recipe import BUILT_IN, LoadedRecipe, Recipe, load_recipe
+from unisono.recipe import BUILT_IN, LoadedRecipe, Recipe, dataset_of, load_recipe
 
 
 def nothing(*args: Any) -> Any:
@@ -326,3 +326,19 @@ def test_flags_change_the_recipe_and_say_so(write: Callable[..., str]) -> None:
 def test_functions_as_options_do_not_make_the_digest_unstable(write: Callable[..., str]) -> None:
     path = write(f"def recipe(act=nothing, cls=dict):\n    {MAKE} global_batch=2)\n")
     assert load_recipe(path).digest == load_recipe(path).digest
+
+
+def test_data_is_a_dataset_or_what_makes_one() -> None:
+    class Data(list[int]):
+        pass
+
+    made = Data([1, 2])
+    assert dataset_of(made) is made
+    assert dataset_of(lambda: made) is made
+    assert dataset_of(Data) == []
+    with pytest.raises(InputError, match=r"nothing\(\) returned None"):
+
+        def nothing() -> None:
+            return None
+
+        dataset_of(nothing)

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from unisono.checkpoint.format import FORMAT, STATE, FileLayout
+from unisono.checkpoint.format import FORMAT, MODEL, STATE, FileLayout
 from unisono.errors import InputError
 
 _HEADER_LIMIT = 100 * 1024 * 1024
@@ -123,6 +123,12 @@ class Checkpoint:
                     start, stop = number * step, min((number + 1) * step, file["bytes"])
                     what = opened.layout.named(start, stop)
                     raise DamagedError(f"{opened.path} is damaged between bytes {start} and {stop}, in {what}")
+
+
+def weights_file(named: str | Path) -> TensorFile:
+    """Opens a safetensors file of weights, or that of a folder."""
+    path = Path(named)
+    return TensorFile(path / MODEL if path.is_dir() else path)
 
 
 def _checksums(path: Path, blocks: range, size: int) -> Iterator[tuple[int, int]]:

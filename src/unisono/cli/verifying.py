@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -14,9 +16,11 @@ from rich.text import Text
 
 from unisono.cli.start import shared
 from unisono.cli.worker import RecipeJob
-from unisono.launch.elastic import Job, launch
+from unisono.execution import Execution
+from unisono.launch.elastic import Job, RanksFailed, launch
 from unisono.strategy.catalog import STRATEGIES, strategy_name
-from unisono.verify.grid import PLAIN, PLAIN_TOLERANCE, Cell, Finding, Grid
+from unisono.strategy.threaded import ThreadedStrategy
+from unisono.verify.grid import KILLED, PLAIN, PLAIN_TOLERANCE, Cell, Finding, Grid
 from unisono.verify.grid import as_json as grid_as_json
 
 
@@ -31,15 +35,32 @@ def start(job: RecipeJob, worlds: Sequence[int], strategies: str, *, as_json: bo
     recipe = job.load().recipe
     command = [sys.executable, "-m", "unisono.cli.worker", "trace"]
 
-    def run_cell(cell: Cell, folder: Path, save_at: int | None) -> None:
-        how, nproc = replace(job.how, strategy=cell.strategy), cell.nproc
-        if cell.strategy != PLAIN:
+    def trace(how: Execution, nproc: int, folder: Path, **more: Any) -> None:
+        if how.strategy != PLAIN:
             how, nproc = shared(how, nproc)
-        one = replace(job, how=how)
-        said = {"job": one.said(), "folder": str(folder), "save_at": save_at}
+        said = {"job": replace(job, how=how).said(), "folder": str(folder), **more}
         launch(Job(command=[*command, json.dumps(said)], nproc=nproc, threads=recipe.threads))
 
-    cells = [Cell(name, world) for name in names for world in worlds] + [Cell(PLAIN, 1)]
+    def run_cell(cell: Cell, folder: Path, save_at: int | None) -> None:
+        if cell.strategy != KILLED:
+            trace(replace(job.how, strategy=cell.strategy), cell.nproc, folder, save_at=save_at)
+            return
+        kill_after = max(1, (job.steps or 1) // 2)
+        with contextlib.suppress(RanksFailed):
+            trace(
+                replace(job.how, strategy=before.strategy),
+                before.nproc,
+                folder,
+                save_at=save_at,
+                kill_after=kill_after,
+                part="a",
+            )
+        how = replace(job.how, strategy=after.strategy, resume=str(folder / "run"))
+        trace(how, after.nproc, folder, save_at=None, part="b")
+
+    cells = [Cell(name, world) for name in names for world in worlds]
+    before, after = _killed_and_after(cells, recipe.full_num_micro)
+    cells += [Cell(PLAIN, 1), Cell(KILLED, before.nproc)]
     screen = Console(file=sys.stderr)
     grid, findings = Grid(run_cell, recipe.full_num_micro), []
     with screen.status(f"{job.source}: {len(cells)} runs of {job.steps} steps") as status:
@@ -52,6 +73,13 @@ def start(job: RecipeJob, worlds: Sequence[int], strategies: str, *, as_json: bo
     else:
         _show(job, grid, findings, names, worlds, agree)
     return 0 if agree else 1
+
+
+def _killed_and_after(cells: Sequence[Cell], num_micro: int) -> tuple[Cell, Cell]:
+    """Chooses what is killed, and what goes on from there: as unlike as the grid has them."""
+    fit = [cell for cell in cells if cell.nproc <= num_micro and cell.strategy != ThreadedStrategy.name]
+    fit = fit or [Cell("ddp", 1)]
+    return max(fit, key=lambda cell: cell.nproc), min(reversed(fit), key=lambda cell: cell.nproc)
 
 
 def _show(
@@ -69,6 +97,8 @@ def _show(
     console.print(table)
     plain = by_cell[Cell(PLAIN, 1)]
     console.print(f"plain PyTorch loop: {_plain(plain)}")
+    killed = next(finding for finding in findings if finding.cell.strategy == KILLED)
+    console.print(Text("killed in the middle, and gone on with by others: ") + _cell(killed))
     for text in dict.fromkeys(finding.cause or finding.failed for finding in findings if not finding.agrees):
         if text:
             console.print(f"likely cause: {text}")

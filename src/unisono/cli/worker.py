@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import runpy
+import signal
 import sys
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -102,6 +103,7 @@ def trace_recipe(said: dict[str, Any], place: Place) -> None:
     from unisono.verify.trace import Trace, traced
 
     job, folder, save_at = RecipeJob.of(said["job"]), Path(said["folder"]), said["save_at"]
+    kill_after, part = said.get("kill_after"), said.get("part", "")
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
         recipe = job.load().recipe
         if job.how.strategy == PLAIN:
@@ -117,14 +119,21 @@ def trace_recipe(said: dict[str, Any], place: Place) -> None:
             state = run.state()
             if run.is_main:
                 trace.step(state, folder, save_at)
+            if run.step == kill_after:
+                run.save(wait=True)
+                trace.write(folder, run.rank, part)
+                run.barrier("the kill")
+                os.kill(os.getpid(), signal.SIGKILL)
 
         with run:
+            if part:
+                run.claim(folder / "run", again=True)
             trainer = Trainer(
                 traced(recipe, trace, position), run, num_workers=job.how.num_workers or 0, on_step=on_step
             )
             trainer.fit()
             trace.digest = run.weights_digest()
-            trace.write(folder, run.rank)
+            trace.write(folder, run.rank, part)
 
 
 def _watch(run: Run, num_steps: int, terminal: Any, log: Any) -> None:

@@ -15,6 +15,8 @@ from unisono.verify.compare import Difference, cause, first_difference
 from unisono.verify.trace import WEIGHTS, Trace, read_traces
 
 PLAIN = "plain"
+# Killed in the middle, all ranks at once, and gone on with by others under another strategy.
+KILLED = "killed"
 # Of a loss, relative: float32 sums in another order, over some tens of steps. A wrong weight or sample shows above it.
 PLAIN_TOLERANCE = 1e-3
 
@@ -24,7 +26,7 @@ class Cell:
     """One run of the grid.
 
     Attributes:
-        strategy: Its name, or `PLAIN`.
+        strategy: Its name, `PLAIN` or `KILLED`.
         nproc: Processes.
     """
 

@@ -13,13 +13,14 @@ from typing import Any
 
 import torch
 
+from unisono.checkpoint.reader import weights_file
 from unisono.data.loader import LoaderOptions, MicroBatchLoader
 from unisono.data.schedule import MicroBatch, Schedule
 from unisono.forward.mixed import Narrow
 from unisono.forward.options import AUTOCAST
 from unisono.numerics.digest import full_state, weights_digest
 from unisono.numerics.seeds import derive_seed, seed_all
-from unisono.recipe import BF16, FP16_MIXED, Recipe
+from unisono.recipe import BF16, FP16_MIXED, Recipe, dataset_of
 from unisono.strategy.loss_scale import LossScale
 from unisono.verify.trace import Trace, hash_of
 
@@ -38,10 +39,15 @@ def train_plain(recipe: Recipe, device: torch.device, folder: Path, save_at: int
     torch.set_num_threads(recipe.threads)
     trace = Trace(threads=torch.get_num_threads())
     seed_all(derive_seed(recipe.seed, "init"), device)
-    data = recipe.train if hasattr(recipe.train, "__getitem__") else recipe.train()
+    data = dataset_of(recipe.train)
     seed_all(derive_seed(recipe.seed, "model"), device)
     low = recipe.precision == BF16
     model = recipe.model().to(device, torch.bfloat16 if low else None)
+    if recipe.init_from is not None:
+        file = weights_file(recipe.init_from)
+        with torch.no_grad():
+            for name, tensor in full_state(model).items():
+                tensor.copy_(file[name])
     if low:
         Narrow(model)
     optimizer = recipe.optimizer(model.parameters())

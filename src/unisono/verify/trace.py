@@ -47,9 +47,15 @@ class Trace:
         if len(self.steps) == save_at:
             save_file({name: tensor.cpu().contiguous().clone() for name, tensor in state.items()}, folder / WEIGHTS)
 
-    def write(self, folder: Path, rank: int) -> None:
-        """Writes it where `read_traces` finds it."""
-        (folder / f"trace-{rank}.json").write_text(json.dumps(asdict(self)))
+    def write(self, folder: Path, rank: int, part: str = "") -> None:
+        """Writes it where `read_traces` finds it.
+
+        Args:
+            folder: Where.
+            rank: Whose it is.
+            part: Of a run that had several; they sort as they followed each other.
+        """
+        (folder / f"trace-{part}{rank}.json").write_text(json.dumps(asdict(self)))
 
 
 def read_traces(folder: Path) -> Trace:
@@ -68,7 +74,7 @@ def read_traces(folder: Path) -> Trace:
         if twice := whole.micros.keys() & part.micros.keys():
             raise ValueError(f"micro-batch {min(twice)} was computed by two ranks")
         whole.micros.update(part.micros)
-        whole.steps = whole.steps or part.steps
+        whole.steps += part.steps
         whole.digest = whole.digest or part.digest
     if whole is None:
         raise ValueError(f"no trace in {folder}")
