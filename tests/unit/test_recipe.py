@@ -336,9 +336,9 @@ def test_data_is_a_dataset_or_what_makes_one() -> None:
     assert dataset_of(made) is made
     assert dataset_of(lambda: made) is made
     assert dataset_of(Data) == []
+
+    def nothing() -> None:
+        return None
+
     with pytest.raises(InputError, match=r"nothing\(\) returned None"):
-
-        def nothing() -> None:
-            return None
-
         dataset_of(nothing)
