@@ -21,6 +21,7 @@ class Execution:
         num_workers: Loader processes a rank; None for what the code says.
         checkpoint_every: Steps ("50"), or seconds, minutes or hours ("30s", "10m", "1h") between two checkpoints; None
             for none but those that the code makes.
+        snapshot_every: Steps between two copies in the host's memory, from which ranks that are started again go on.
         keep: Checkpoints that stay, the newest; None for all.
         keep_best: One more that stays: "METRIC:max" or "METRIC:min".
         resume: A run's folder, or a checkpoint, to go on from; None to begin.
@@ -35,6 +36,7 @@ class Execution:
     recompute: bool = False
     num_workers: int | None = None
     checkpoint_every: str | None = None
+    snapshot_every: int | None = None
     keep: int | None = None
     keep_best: str | None = None
     resume: str | None = None

@@ -5,19 +5,18 @@ from __future__ import annotations
 import json
 import sys
 import time
-import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from unisono.checkpoint.keeping import SavePlan, prune, remove_partial
+from unisono.checkpoint.keeping import SavePlan
 from unisono.checkpoint.reader import Checkpoint, DamagedError, checkpoints_in, find, weights_file
-from unisono.checkpoint.storage import LocalStorage
-from unisono.checkpoint.writer import CheckpointError, Draft, Writer, folder_name
-from unisono.contents import check_fits, check_weights, collect, layouts_of, parts_of, restore, restore_weights
+from unisono.checkpoint.writer import CheckpointError, folder_name
+from unisono.contents import check_fits, check_weights, collect, restore, restore_weights
 from unisono.data.loader import MicroBatchLoader
 from unisono.errors import InputError
 from unisono.execution import Execution
+from unisono.keeper import Keeper
 from unisono.launch.session import Session
 from unisono.observe.ledger import Ledger
 from unisono.prepare import Preparation
@@ -49,10 +48,10 @@ class Saving:
         self._how, self._plan, self._definition = how, SavePlan.of(how), definition
         self.saves_at_the_end = False
         self._tracked: dict[str, Any] = {}
-        self._writer: Writer | None = None
-        self._late: str | None = None
-        self._saved = self._resumed = -1  # steps
-        self._saved_s = time.monotonic()
+        self._disk: Keeper | None = None
+        self._memory: Keeper | None = None
+        self._resumed = self._resumed_here = -1  # steps; the second if it lies in this run's own folder
+        self._started_s = time.monotonic()
 
     if TYPE_CHECKING:
 
@@ -108,60 +107,28 @@ class Saving:
                 "`if run.step_done`"
             )
         name = folder_name(self._stepper.step)
-        if self._saved != self._stepper.step:
-            self._write()
-        if wait and (error := self._finish_saving()):
+        keeper = self._on_disk()
+        if keeper.saved != self._stepper.step != self._resumed_here:
+            self._write(keeper)
+        if wait and (error := keeper.finish()):
             raise CheckpointError(error)
         return self.run_dir / "checkpoints" / name
 
-    def _write(self) -> None:
-        comm, step = self._session.comm, self._stepper.step
-        writer = self._open_writer()
+    def _write(self, keeper: Keeper) -> None:
         contents = collect(self._prepared, self._stepper, self._tracked)
-        word = (writer.settle() or self._late, uuid.uuid4().hex[:8], writer.storage.free_bytes(), contents.told())
-        everyone = comm.gather_objects(word)
-        failed = self._end_last([error for error, *_ in everyone])
-        told = [tensors for *_, (tensors, _) in everyone]
-        layouts = layouts_of(told)
-        for number, record in enumerate(contents.state["optimizers"]):
-            record["values"] = {}
-            for *_, (_, values) in reversed(everyone):
-                record["values"].update(values[number])
-        draft = Draft(step, everyone[0][1], layouts, {**self._position(), **contents.state})
-        if draft.num_bytes > (free := min(free for _, _, free, _ in everyone)):
-            raise CheckpointError(
-                f"checkpoint {draft.name} needs {draft.num_bytes:,} bytes, and {self.run_dir} has {free:,} left"
-            )
-        writer.write(draft, parts_of(contents, layouts, told, comm.rank))
-        self._saved, self._saved_s = step, time.monotonic()
-        if failed:
-            raise CheckpointError(failed)
+        keeper.write(self._stepper.step, contents, self._position())
 
-    def _end_last(self, errors: list[str | None]) -> str | None:
-        """Lets the last checkpoint be published, or drops it where a rank could not write its part."""
-        assert self._writer is not None
-        failed = next((error for error in errors if error), None)
-        if failed:
-            self._writer.cancel()
-        late = self._writer.finish()
-        self._late = None if failed else late  # only rank 0 knows: the others hear of it with the next one
-        return failed
-
-    def _open_writer(self) -> Writer:
+    def _on_disk(self) -> Keeper:
         assert self.run_dir is not None
-        if self._writer is None:
-            place, storage = self._session.place, LocalStorage(self.run_dir / "checkpoints")
-            if place.rank == 0:
-                remove_partial(storage)
-            self._writer = Writer(
-                storage,
-                place.rank,
-                place.world_size,
-                timeout_s=self._session.timeout_s,
-                after=lambda name: prune(storage, self._plan),
-                memory_limit=_SMALL_MEMORY if self._how.offload == "disk" else None,
-            )
-        return self._writer
+        if self._disk is None:
+            limit = _SMALL_MEMORY if self._how.offload == "disk" else None
+            self._disk = Keeper(self._session, self.run_dir / "checkpoints", self._plan, limit)
+        return self._disk
+
+    def _in_memory(self, folder: Path) -> Keeper:
+        if self._memory is None:
+            self._memory = Keeper(self._session, folder, SavePlan(keep=1))
+        return self._memory
 
     def _position(self) -> dict[str, Any]:
         stepper, scale = self._stepper, self._stepper.loss_scale
@@ -183,15 +150,6 @@ class Saving:
             found |= {f"{name} of dataset {number}": value for name, value in _sizes(loader).items()}
         return found
 
-    def _finish_saving(self) -> str | None:
-        """Collective: waits until the last checkpoint is published; returns why it could not be."""
-        if self._writer is None:
-            return None
-        failed = self._end_last(self._session.comm.gather_objects(self._writer.settle() or self._late))
-        late = self._agreed(self._late)
-        self._late = None
-        return failed or late
-
     # By itself
 
     def _on_boundary(self) -> None:
@@ -199,34 +157,47 @@ class Saving:
         step, plan = self._stepper.step, self._plan
         if step == 0 and self._how.resume is not None and self._resumed < 0:
             raise InputError("this run is to be resumed: call run.resume() after the last prepare, before the loop")
-        if self.run_dir is None or step in (0, self._saved, self._resumed):
+        if self.run_dir is None or step in (0, self._resumed, -1 if self._disk is None else self._disk.saved):
             return
         due = plan.every_steps is not None and step % plan.every_steps == 0
         if self._stepper.requests.stopping:
             self.save_at_the_end()
         elif due or self._stepper.requests.saving:
-            self._save_by_itself()
+            self._by_itself(self.save)
+        elif self._how.snapshot_every and step % self._how.snapshot_every == 0 and (folder := self._memory_dir()):
+            self._by_itself(lambda: self._write(self._in_memory(folder)))
+
+    def _memory_dir(self) -> Path | None:
+        """Where checkpoints may lie in the host's memory: all ranks are on it, and their launcher outlives them."""
+        place = self._session.place
+        found = place.job.get("memory_dir")
+        return Path(found) if found and place.world_size == place.local_world_size else None
 
     @property
     def _saves_by_itself(self) -> bool:
         asked = self._plan.every_steps is not None or self._plan.every_s is not None
-        return asked or self._saved >= 0 or self.saves_at_the_end
+        return asked or self._disk is not None or self.saves_at_the_end
 
-    def _save_by_itself(self) -> None:
+    def _by_itself(self, save: Callable[[], Any]) -> None:
         try:
-            self.save()
+            save()
         except CheckpointError as error:  # the run goes on: there is another one to come
             self.note(f"{error}; training goes on without it")
 
     def save_at_the_end(self) -> None:
         """Collective: the last checkpoint, if any are made; returns when it is on the disk."""
+        if self._memory is not None:
+            self._memory.finish()
         if self.run_dir is not None and self._saves_by_itself and self._stepper.step > 0:
             self.save(wait=True)
 
     def _watch_the_clock(self) -> None:
         every_s = self._plan.every_s
-        if every_s is not None and self._session.place.rank == 0 and time.monotonic() - self._saved_s >= every_s:
+        if every_s is not None and self._session.place.rank == 0 and self._since_save() >= every_s:
             self._stepper.requests.save = True
+
+    def _since_save(self) -> float:
+        return time.monotonic() - (self._started_s if self._disk is None else self._disk.saved_s)
 
     # The way back
 
@@ -251,7 +222,7 @@ class Saving:
         if own and self.run_dir is not None:
             if named is None and not self._session.place.restarts:
                 return False
-            if not self._agreed(checkpoints_in(self.run_dir / "checkpoints")):
+            if not self._agreed(self._own_checkpoints()):
                 self.note(f"{self.run_dir} has no checkpoint yet: the run begins at step 0")
                 self.ledger.rewind(0)
                 return False
@@ -270,7 +241,11 @@ class Saving:
             self._stepper.loss_scale.value, self._stepper.loss_scale.good_steps = found.state["loss_scale"]
         self._stepper.restore(found.step, found.state["epoch"])
         self.ledger.go_on(found.step, found.state["ledger"])
-        self._saved = self._resumed = found.step
+        self._resumed = found.step
+        if self._disk is not None:
+            self._disk.saved = -1
+        own = self.run_dir is not None and found.folder.parent.absolute() == (self.run_dir / "checkpoints").absolute()
+        self._resumed_here = found.step if own else -1
         self._session.comm.barrier("run.resume()")  # nobody prunes what another still reads
         self.note(f"goes on after step {found.step}, from {found.folder}")
         return True
@@ -279,10 +254,18 @@ class Saving:
         """What rank 0 says."""
         return self._session.comm.gather_objects(value)[0]
 
+    def _own_checkpoints(self) -> list[Path]:
+        """This run's, oldest first; those in the host's memory too, where its ranks were started again."""
+        assert self.run_dir is not None
+        memory = self._memory_dir() if self._session.place.restarts else None
+        found = checkpoints_in(self.run_dir / "checkpoints") + (checkpoints_in(memory) if memory else [])
+        return sorted(found, key=lambda path: path.name)
+
     def _newest_whole(self, place: Path) -> Checkpoint:
         """Finds the newest checkpoint that is whole; all ranks share the reading."""
         try:
-            mine: Any = [str(path) for path in find(place)[1]]
+            mine: Any = self._own_checkpoints() if place == self.run_dir else find(place)[1]
+            mine = [str(path) for path in mine]
         except InputError as error:
             mine = error
         candidates = self._agreed(mine)

@@ -235,3 +235,32 @@ def test_weights_of_another_run_begin_one(cwd: Path, unisono: InProcess) -> None
     plain = unisono("train", "mine.py", "--nproc", "1", "--steps", "2", "--json").summary
     assert one["weights_digest"] == two["weights_digest"] not in (first["weights_digest"], plain["weights_digest"])
     assert one["recipe_digest"] == two["recipe_digest"] != plain["recipe_digest"]
+
+
+def test_a_snapshot_in_memory_is_enough_to_go_on(cwd: Path, whole: dict[str, Any]) -> None:
+    options = ["--nproc", "2", "--run-dir", "it", "--snapshot-every", "2", "--max-restarts", "1", "--json"]
+    with started([*TRAIN, *options, "--set", "nap_s=0.05"], cwd) as running:
+        wait_until(lambda: len(steps(cwd / "it")) >= 9, 120, lambda: "no 9 steps")
+        (folder,) = Path("/dev/shm").glob(f"unisono-{running.pid}-*")
+        assert not (cwd / "it" / "checkpoints").exists(), "the disk is not touched"
+        os.kill(running.rank(0), signal.SIGKILL)
+        done = running.wait()
+        running.wait_until_gone(5)
+    summary = done.summary
+    step = int(re.findall(r"goes on after step (\d+), from /dev/shm/", done.err)[0])
+    assert step >= 6, "a lost worker costs at most the steps since the last snapshot"
+    assert not folder.exists()
+    same_end(summary, {**whole, "recipe_digest": summary["recipe_digest"]}, cwd / "it")
+
+
+def test_what_a_killed_launcher_left_in_memory_is_swept(cwd: Path) -> None:
+    options = ["--nproc", "2", "--run-dir", "it", "--snapshot-every", "2", "--max-restarts", "1"]
+    with started([*TRAIN, *options, "--set", "nap_s=0.05"], cwd) as running:
+        wait_until(lambda: len(steps(cwd / "it")) >= 5, 120, lambda: "no 5 steps")
+        (folder,) = Path("/dev/shm").glob(f"unisono-{running.pid}-*")
+        os.kill(running.pid, signal.SIGKILL)
+        running.wait()
+        running.wait_until_gone(30)
+    assert folder.exists()
+    assert run([*TRAIN, "--nproc", "2", "--run-dir", "two", "--steps", "2"], cwd).code == 0
+    assert not folder.exists()

@@ -17,7 +17,7 @@ from torch import nn
 import unisono
 from tests.multiproc.test_strategies import data
 from tests.worlds import Outcome, outcomes_of_world, run_world
-from unisono import saving
+from unisono import keeper
 from unisono.checkpoint.fault import FaultStorage, disk_full
 from unisono.checkpoint.reader import Checkpoint, checkpoints_in
 from unisono.checkpoint.storage import LocalStorage
@@ -46,7 +46,7 @@ def train(
     """
     with unisono.init(seed=3, run_dir=folder, resume=True, strategy=strategy, checkpoint_every=2, keep=3) as run:
         if fault is not None and fault[0] == run.rank:
-            saving.LocalStorage = lambda root: FaultStorage(LocalStorage(root), fault[2], fault[1])  # type: ignore
+            keeper.LocalStorage = lambda root: FaultStorage(LocalStorage(root), fault[2], fault[1])  # type: ignore
         model = nn.Sequential(nn.Linear(6, 9), nn.BatchNorm1d(9), nn.Dropout(0.2), nn.Linear(9, 3))
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         model, optimizer, loader = run.prepare(model, optimizer, data(), global_batch=16, micro_batch=4)
@@ -121,7 +121,7 @@ def test_a_checkpoint_that_cannot_be_written_does_not_end_the_run(
 def save_and_fail(folder: str) -> None:
     with unisono.init(seed=3, run_dir=folder) as run:
         if run.rank == 1:
-            saving.LocalStorage = lambda root: FaultStorage(LocalStorage(root), disk_full, 1)  # type: ignore
+            keeper.LocalStorage = lambda root: FaultStorage(LocalStorage(root), disk_full, 1)  # type: ignore
         model = nn.Linear(6, 3)
         run.prepare(model, torch.optim.AdamW(model.parameters()), data(), global_batch=16, micro_batch=4)
         run.save(wait=True)

@@ -46,6 +46,8 @@ class SavePlan:
                 )
             steps = None if found[2] else int(found[1])
             seconds = int(found[1]) * _UNITS[found[2]] if found[2] else None
+        if how.snapshot_every is not None:
+            require_positive_int(how.snapshot_every, "snapshot_every")
         if how.keep is not None:
             require_positive_int(how.keep, "keep")
         best = None

@@ -54,6 +54,10 @@ Recompute = Annotated[
 CheckpointEvery = Annotated[
     str | None, typer.Option(metavar="N", help="Steps (50), or time (30s, 10m, 1h), between two checkpoints.")
 ]
+SnapshotEvery = Annotated[
+    int | None,
+    typer.Option(metavar="K", help="Steps between two copies in the host's memory, for --max-restarts."),
+]
 Keep = Annotated[int | None, typer.Option(help="Checkpoints that stay, the newest. Default: all.")]
 KeepBest = Annotated[
     str | None, typer.Option(metavar="METRIC:max|min", help="One more that stays: the best by a metric of evaluation.")

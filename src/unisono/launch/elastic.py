@@ -20,6 +20,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from unisono.errors import UnisonoError
 from unisono.launch.environment import JOB_VARIABLE
 from unisono.launch.failure import Failure, read_failures
+from unisono.launch.memory import shared_memory_folder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,13 +87,14 @@ def launch(job: Job) -> None:
         RanksFailed: a rank failed; all others have been ended.
         Signalled: SIGINT or SIGTERM came; all ranks have been ended.
     """
-    with tempfile.TemporaryDirectory(prefix="unisono-") as folder:
+    with tempfile.TemporaryDirectory(prefix="unisono-") as folder, shared_memory_folder() as memory:
         errors = _ErrorFiles(Path(folder))
         environment = {
             JOB_VARIABLE: json.dumps(
                 {
                     "run_dir": str(job.run_dir) if job.run_dir else None,
                     "error_dir": folder,
+                    "memory_dir": None if memory is None else str(memory),
                     "launcher": os.getpid(),
                     "flags": dict(job.flags),
                 }
