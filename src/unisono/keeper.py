@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,23 +23,36 @@ class Keeper:
         folder: The place.
         plan: What stays.
         memory_limit: Bytes for the copy; if given, training waits until all is written.
+        after: Called on rank 0 with the name of what was published, in the writing thread.
 
     Attributes:
         saved: The step of the last checkpoint, -1 for none.
         saved_s: When it was begun, on a monotonic clock.
     """
 
-    def __init__(self, session: Session, folder: Path, plan: SavePlan, memory_limit: int | None = None) -> None:
+    def __init__(
+        self,
+        session: Session,
+        folder: Path,
+        plan: SavePlan,
+        memory_limit: int | None = None,
+        after: Callable[[str], None] = lambda name: None,
+    ) -> None:
         self._comm, self._folder = session.comm, folder
         storage = LocalStorage(folder)
         if session.place.rank == 0:
             remove_partial(storage)
+
+        def published(name: str) -> None:
+            prune(storage, plan)
+            after(name)
+
         self._writer = Writer(
             storage,
             session.place.rank,
             session.place.world_size,
             timeout_s=session.timeout_s,
-            after=lambda name: prune(storage, plan),
+            after=published,
             memory_limit=memory_limit,
         )
         self._late: str | None = None

@@ -347,6 +347,7 @@ class Run(Judging, Saving):
                 summary = self.summary() if self.is_main or self._stepper.shards_weights else {}
                 if self.is_main:
                     write_json(self.run_dir / "summary.json", {**summary, "finished": not failed})
+            self._push_records()
         finally:
             self.ledger.close()
             self._stepper.close()

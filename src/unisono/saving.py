@@ -14,10 +14,12 @@ from unisono.checkpoint.reader import Checkpoint, DamagedError, checkpoints_in, 
 from unisono.checkpoint.writer import CheckpointError, folder_name
 from unisono.contents import check_fits, check_weights, collect, restore, restore_weights
 from unisono.data.loader import MicroBatchLoader
+from unisono.data.stage import StageError
 from unisono.errors import InputError
 from unisono.execution import Execution
 from unisono.keeper import Keeper
 from unisono.launch.session import Session
+from unisono.mirror import Mirror
 from unisono.observe.ledger import Ledger
 from unisono.prepare import Preparation
 from unisono.strategy.stepper import Stepper
@@ -122,8 +124,22 @@ class Saving:
         assert self.run_dir is not None
         if self._disk is None:
             limit = _SMALL_MEMORY if self._how.offload == "disk" else None
-            self._disk = Keeper(self._session, self.run_dir / "checkpoints", self._plan, limit)
+            after = self._mirror.push if self._mirror else lambda name: None
+            self._disk = Keeper(self._session, self.run_dir / "checkpoints", self._plan, limit, after)
         return self._disk
+
+    @property
+    def _mirror(self) -> Mirror | None:
+        url = self._session.place.job.get("mirror")
+        return Mirror(url, self.run_dir) if url and self.run_dir is not None else None
+
+    def _push_records(self) -> None:
+        """At the end: brings metrics and summary to where checkpoints are."""
+        if self._mirror is not None and self._session.place.rank == 0:
+            try:
+                self._mirror.push_files()
+            except StageError as error:
+                self.note(str(error))
 
     def _in_memory(self, folder: Path) -> Keeper:
         if self._memory is None:

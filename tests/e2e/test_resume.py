@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -264,3 +265,19 @@ def test_what_a_killed_launcher_left_in_memory_is_swept(cwd: Path) -> None:
     assert folder.exists()
     assert run([*TRAIN, "--nproc", "2", "--run-dir", "two", "--steps", "2"], cwd).code == 0
     assert not folder.exists()
+
+
+def test_a_run_in_a_store_goes_on_on_another_machine(cwd: Path, whole: dict[str, Any]) -> None:
+    url = f"file://{cwd}/store/mine"
+    options = ["--run-dir", url, "--checkpoint-every", "5", "--keep", "2"]
+    assert run([*TRAIN, *options, "--nproc", "1", "--steps", "17"], cwd).code == 0
+    store = cwd / "store" / "mine"
+    assert sorted(path.name for path in (store / "checkpoints").iterdir()) == ["step-00000015", "step-00000017"]
+    for name in ("recipe.json", "metrics.jsonl", "summary.json"):
+        assert (store / name).read_bytes() == (cwd / "runs" / "mine" / name).read_bytes()
+    shutil.rmtree(cwd / "runs")  # another machine has none of it
+    more = ["--steps", "42", "--allow-changed", "--nproc", "2", "--json"]
+    summary = run([*UNISONO, "train", "--resume", url, *more], cwd).summary
+    assert summary["weights_digest"] == whole["weights_digest"]
+    assert (store / "checkpoints" / "step-00000042" / "state.json").exists()
+    assert run([*UNISONO, "train", "--resume", f"file://{cwd}/store/none"], cwd).code == 2

@@ -72,7 +72,11 @@ def run(
     rest = list(arguments or [])
     if rest[:1] == ["--"]:
         rest = rest[1:]
+    places, mirror = mirrored({"resume": resume, "run_dir": run_dir})
+    resume, run_dir = places["resume"], places["run_dir"]
+    flags |= options.given(resume=resume)
     folder = resumed_folder(resume) if resume and not run_dir else make_run_dir(run_dir, Path(script).stem)
     command = [sys.executable, "-m", "unisono.cli.worker", "script", script, *rest]
     print(f"{script}: {nproc} process{'es' * (nproc > 1)}; {folder}", file=sys.stderr)
-    launch_ranks(Job(command=command, nproc=nproc, run_dir=folder, flags=flags, max_restarts=max_restarts or 0), debug)
+    job = Job(command=command, nproc=nproc, run_dir=folder, mirror=mirror, flags=flags, max_restarts=max_restarts or 0)
+    launch_ranks(job, debug)

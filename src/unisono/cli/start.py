@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -14,6 +16,7 @@ from unisono.errors import InputError, Interrupted
 from unisono.execution import Execution
 from unisono.launch.elastic import Job, RanksFailed, launch
 from unisono.launch.environment import Place, usable_cores
+from unisono.mirror import Mirror, is_remote, local_folder
 from unisono.opening import resolve
 from unisono.strategy.catalog import strategy_name
 from unisono.strategy.threaded import ThreadedStrategy
@@ -57,6 +60,21 @@ def make_run_dir(given: str | None, name: str) -> Path:
         else:
             return folder
     raise InputError(f"no free run folder beside {stem}: give one with --run-dir")
+
+
+def mirrored(given: Mapping[str, Any]) -> tuple[dict[str, Any], str | None]:
+    """Takes a run's folder that is named by a URL for one on the disk, and says which URL it is.
+
+    What is to be resumed from there is brought to the disk first.
+    """
+    found, url = dict(given), None
+    for name in ("resume", "run_dir"):
+        if is_remote(place := found.get(name) or ""):
+            url, folder = place, local_folder(place)
+            found[name] = str(folder)
+            if name == "resume":
+                Mirror(url, folder).pull()
+    return found, url
 
 
 def resumed_folder(named: str) -> Path:

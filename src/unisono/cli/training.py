@@ -17,7 +17,7 @@ import torch
 
 from unisono.checkpoint.reader import Checkpoint, DamagedError, checkpoints_in, find
 from unisono.cli.report import show_summary
-from unisono.cli.start import devices, launch_ranks, make_run_dir, shared
+from unisono.cli.start import devices, launch_ranks, make_run_dir, mirrored, shared
 from unisono.cli.worker import RecipeJob, train_recipe
 from unisono.errors import Interrupted
 from unisono.forward.compiled import check_compiler
@@ -44,6 +44,7 @@ def start(asked: Mapping[str, Any], given: Mapping[str, Any], *, as_json: bool, 
         RanksFailed: a rank failed.
         Interrupted: the run was stopped; its summary is written.
     """
+    given, mirror = mirrored(given)
     last = None if given.get("resume") is None else last_checkpoint(Path(given["resume"]))
     began = {} if last is None else last.record
     asked = {**began.get("arguments", {}), **asked}
@@ -72,12 +73,10 @@ def start(asked: Mapping[str, Any], given: Mapping[str, Any], *, as_json: bool, 
     restarts = given.get("max_restarts", 0)
     try:
         if nproc == 1 and not restarts:
-            train_recipe(job, Place(job={"run_dir": str(folder)}))
+            train_recipe(job, Place(job={"run_dir": str(folder), "mirror": mirror}))
         else:
-            command = job.command()
-            launch_ranks(
-                Job(command=command, nproc=nproc, threads=recipe.threads, run_dir=folder, max_restarts=restarts), debug
-            )
+            options = {"threads": recipe.threads, "max_restarts": restarts, "mirror": mirror}
+            launch_ranks(Job(command=job.command(), nproc=nproc, run_dir=folder, **options), debug)
     except (Interrupted, Signalled) as error:
         if (folder / "summary.json").exists():
             steps = show_summary(folder, as_json=as_json)["steps"]

@@ -32,6 +32,7 @@ class Job:
         nproc: Ranks on this host.
         threads: Intra-op threads a rank.
         run_dir: Folder of the run, or None.
+        mirror: URL of the same in an object store, or None.
         flags: Command-line values for the ranks' `unisono.init`.
         max_restarts: How often a failed job is started again.
     """
@@ -40,6 +41,7 @@ class Job:
     nproc: int
     threads: int = 1
     run_dir: Path | None = None
+    mirror: str | None = None
     flags: Mapping[str, Any] = field(default_factory=dict)
     max_restarts: int = 0
 
@@ -93,6 +95,7 @@ def launch(job: Job) -> None:
             JOB_VARIABLE: json.dumps(
                 {
                     "run_dir": str(job.run_dir) if job.run_dir else None,
+                    "mirror": job.mirror,
                     "error_dir": folder,
                     "memory_dir": None if memory is None else str(memory),
                     "launcher": os.getpid(),
