@@ -37,7 +37,7 @@ def run(
     options.check_counts(nproc, num_workers)
     if not Path(script).is_file():
         raise InputError(f"script {script} does not exist")
-    from unisono.cli.start import devices, launch_ranks, make_run_dir, resumed_folder, shared
+    from unisono.cli.start import devices, launch_ranks, make_run_dir, mirrored, resumed_folder, shared
     from unisono.execution import Execution
     from unisono.forward.compiled import check_compiler
     from unisono.launch.elastic import Job
