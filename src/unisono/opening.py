@@ -92,7 +92,7 @@ def init(
     )
     run = open_run(place, how, seed=seed, threads=threads, precision=precision, compile=compile, timeout_s=timeout_s)
     if run.run_dir is None and run_dir is not None:
-        run.claim(Path(run_dir), again=bool(resume))
+        run.claim(Path(run_dir), again=bool(resume) or place.restarts > 0)
     if place.origin == "alone" and not place.job and run.device.type == "cpu" and usable_cores() > threads:
         name = Path(sys.argv[0]).name or "train.py"
         run.note(f"1 process, {threads} thread; `unisono run {name}` uses all {usable_cores()} cores, same weights")
