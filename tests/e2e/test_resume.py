@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import signal
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -281,3 +282,36 @@ def test_a_run_in_a_store_goes_on_on_another_machine(cwd: Path, whole: dict[str,
     assert summary["weights_digest"] == whole["weights_digest"]
     assert (store / "checkpoints" / "step-00000042" / "state.json").exists()
     assert run([*UNISONO, "train", "--resume", f"file://{cwd}/store/none"], cwd).code == 2
+
+
+SCRIPT = """
+import os, signal, time, torch, unisono
+from torch import nn
+
+run = unisono.init(seed=3, run_dir="it", resume=True, checkpoint_every=3)
+model = nn.Sequential(nn.Linear(6, 9), nn.Dropout(0.1), nn.Linear(9, 3))
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+data = [(torch.full((6,), float(k)), k % 3) for k in range(50)]
+model, optimizer, loader = run.prepare(model, optimizer, data, global_batch=12, micro_batch=3)
+run.resume()
+for _ in run.epochs(3):
+    for x, y in loader:
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if run.step_done and run.step == 8 and run.rank == 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+            os.kill(os.getpid(), signal.SIGKILL)
+run.print(run.weights_digest())
+"""
+
+
+def test_ranks_of_torchrun_that_are_started_again_go_on(tmp_path: Path) -> None:
+    """Its starts share one store, where the addresses of the last ranks still are."""
+    (tmp_path / "mine.py").write_text(SCRIPT)
+    alone = run([sys.executable, "mine.py"], tmp_path)
+    shutil.rmtree(tmp_path / "it")
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "1"]
+    done = run([*torchrun, "mine.py"], tmp_path)
+    assert done.code == 0, done.err
+    assert "goes on after step 6" in done.err
+    assert done.out.splitlines()[-1] == alone.out.splitlines()[-1] != ""

@@ -105,10 +105,6 @@ def launch(job: Job) -> None:
             "OMP_NUM_THREADS": str(job.threads),
             "MKL_NUM_THREADS": str(job.threads),
         }
-        if job.max_restarts:
-            # A store of its own for each start: in one that is shared with the start before (torch 2.13's default), a
-            # rank may find another's old address there before it has written its new one.
-            environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         os.environ.update(environment)
         _quieten_elastic()
         config = LaunchConfig(

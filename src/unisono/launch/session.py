@@ -8,13 +8,14 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed import Store, rendezvous  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, Store, rendezvous  # type: ignore[attr-defined]
 
 from unisono.comm.api import Collectives
 from unisono.comm.c10d import C10dCollectives
 from unisono.comm.local import LocalCollectives
 from unisono.errors import CommError
 from unisono.launch.environment import Place
+from unisono.launch.meeting import meet
 
 
 @dataclass
@@ -91,6 +92,8 @@ def open_session(place: Place, *, threads: int, timeout_s: float) -> Session:
     try:
         store, rank, world_size = next(rendezvous("env://", place.rank, place.world_size, timeout=timeout))
         store.set_timeout(timeout)
+        if place.launcher_has_store:
+            store = PrefixStore(meet(store, rank, world_size, timeout_s), store)
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
     except (RuntimeError, ValueError) as error:
         with contextlib.suppress(Exception):
