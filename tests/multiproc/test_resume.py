@@ -86,10 +86,7 @@ def train(folder: str, model_name: str, optimizer_name: str, until: int | None, 
                 optimizer.zero_grad()
                 if run.step_done:
                     average.update(run.state())
-                    if run.step == until:
-                        run.save(wait=True)
-                        run._session.comm.barrier("the kill")
-                        os._exit(9)
+                    killed_at(run, until)
         return {
             "started": started,
             "first": first,
@@ -101,6 +98,14 @@ def train(folder: str, model_name: str, optimizer_name: str, until: int | None, 
             "lr": schedule.get_last_lr(),
             "samples": run.ledger.samples,
         }
+
+
+def killed_at(run: unisono.Run, until: int | None) -> None:
+    """Saves after a step, and is gone."""
+    if run.step == until:
+        run.save(wait=True)
+        run.barrier("the kill")
+        os._exit(9)
 
 
 def files_of(folder: Path, step: int) -> dict[str, str]:

@@ -131,6 +131,10 @@ class Strategy(ABC):
     def begin_step(self, plan: StepPlan) -> None:
         """Forgets the last step's gradients."""
 
+    def begin_micro_batch(self) -> None:
+        """Collective: ends what other optimizers' losses have begun in the models since the last `add_micro_batch`."""
+        return None
+
     @abstractmethod
     def expect_backward(self, plan: StepPlan, leaf: int | None, scale: Callable[[], float]) -> None:
         """Told before a forward, where nobody else's backward can reach the gradients: they may be sent early.

@@ -212,6 +212,9 @@ class FullyShardedStrategy(GradientShardedStrategy):
             sweep.end()
         self._free_all()
 
+    def begin_micro_batch(self) -> None:
+        self._end_micro_batch()  # a GAN's critic works on after its own step, in the generator's loss
+
     def _free_all(self) -> None:
         self._backward = None
         if not self._held:

@@ -255,6 +255,8 @@ class Pieces:
         if not state:
             return
         managed = {id(param) for weights, _ in self._weights for param in weights.group.params}
+        for key in [key for key in state if not _is_tensor(key)]:  # of no parameter
+            self._state[key] = state.pop(key)
         for param in [param for param in state if id(param) in managed]:
             found = state.pop(param)
             for piece in self._of.get(id(param), ()):

@@ -71,8 +71,7 @@ class Stepper:
         self.comm, self.device, self.seed, self.timer = comm, device, seed, timer
         self.loss_scale = loss_scale
         self.units: list[Unit] = []
-        self.step = 0
-        self.epoch = 0
+        self.step = self.epoch = 0
         self.requests = Requests()
         self.micro: MicroBatch | None = None
         self._on_note = on_note
@@ -137,6 +136,8 @@ class Stepper:
         self.micro, self.epoch, self._done, self._weight, self._ended = micro, epoch, False, None, False
         self._count += 1
         self._clear()
+        for unit in self.units:
+            unit.strategy.begin_micro_batch()
         if self._watches(schedule):
             self._watch.look()
         self._outcomes.values.begin_micro_batch()
@@ -198,8 +199,7 @@ class Stepper:
             unit.strategy.begin_step(self._plan)
 
     def _params(self) -> list[torch.Tensor]:
-        groups = [group for unit in self.units for group in unit.strategy.optimizer.param_groups]
-        return [param for group in groups for param in group["params"]]
+        return [p for unit in self.units for group in unit.strategy.optimizer.param_groups for p in group["params"]]
 
     def _clear(self) -> None:
         """Also of what no optimizer has yet: it may be added in mid-step, and not with gradients of many batches."""
@@ -385,7 +385,7 @@ class Stepper:
 
     @property
     def between_steps(self) -> bool:
-        """Whether no step has been begun and not ended."""
+        """Whether no step has been begun."""
         return self._count == 0
 
     def restore(self, step: int, epoch: int) -> None:
