@@ -18,7 +18,7 @@ train: .venv/.stamp ## train the built-in recipe; ARGS="digits --nproc 2" is pas
 	$(BIN)/unisono train $(ARGS)
 
 test: .venv/.stamp ## run the tests, without the slow ones; ARGS is passed to pytest
-	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
 
 test-all: .venv/.stamp ## run every test
 	$(BIN)/python -m pytest -m "" $(ARGS)

@@ -251,9 +251,12 @@ def _shared_names() -> set[str]:
     try:
         # Semaphores of multiprocessing have a name for an instant only, and no holder that /proc could tell: those
         # seen here are another program's, or are gone before anyone could miss them.
-        return {name for name in os.listdir(SHARED_MEMORY) if not name.startswith("sem.mp-")}
+        found = {name for name in os.listdir(SHARED_MEMORY) if not name.startswith("sem.mp-")}
     except FileNotFoundError:
         return set()
+    # Where sessions share the tests (pytest-xdist), a launcher's snapshots may be another session's: their own tests
+    # say when they have to be gone.
+    return {name for name in found if not name.startswith("unisono-")} if "PYTEST_XDIST_WORKER" in os.environ else found
 
 
 def _names_in_use_elsewhere() -> set[str]:

@@ -171,6 +171,9 @@ class Saving:
     def _on_boundary(self) -> None:
         """Between two steps, on all ranks alike."""
         step, plan = self._stepper.step, self._plan
+        if step == 0 and self._resumed < 0 and self._session.place.restarts and self._how.resume is None:
+            self._resumed = 0
+            self.note("started again, and the script does not call run.resume(): it begins at step 0")
         if step == 0 and self._how.resume is not None and self._resumed < 0:
             raise InputError("this run is to be resumed: call run.resume() after the last prepare, before the loop")
         if self.run_dir is None or step in (0, self._resumed, -1 if self._disk is None else self._disk.saved):
@@ -233,21 +236,20 @@ class Saving:
             InputError: there is no whole checkpoint, or it is of another model or recipe.
         """
         self._resumed = max(self._resumed, 0)
-        named = folder if folder is not None else self._how.resume
-        own = self.run_dir is not None and (named is None or Path(named) == self.run_dir)
-        if own and self.run_dir is not None:
-            if named is None and not self._session.place.restarts:
-                return False
-            if not self._agreed(self._own_checkpoints()):
+        said = folder if folder is not None else self._how.resume
+        named = None if said is None else Path(said)
+        if self.run_dir is not None and folder is None and (self._session.place.restarts or named == self.run_dir):
+            if self._agreed(self._own_checkpoints()):  # newer than what a branch began from
+                named = self.run_dir
+            elif named in (None, self.run_dir):
                 self.note(f"{self.run_dir} has no checkpoint yet: the run begins at step 0")
                 self.ledger.rewind(0)
                 return False
-            named = self.run_dir
         if named is None:
             return False
         if not self._stepper.between_steps:
             raise InputError(f"run.resume() inside of step {self._stepper.step}: call it before the loop")
-        found = self._newest_whole(Path(named))
+        found = self._newest_whole(named)
         self._check_same(found)
         check_fits(found, self._prepared, self._stepper)
         restore(found, self._prepared, self._stepper, self._tracked)
@@ -284,7 +286,7 @@ class Saving:
             mine = [str(path) for path in mine]
         except InputError as error:
             mine = error
-        candidates = self._agreed(mine)
+        candidates = self._agreed(mine or InputError(f"there is no checkpoint in {place}"))
         if isinstance(candidates, InputError):
             raise candidates
         reasons: list[str] = []

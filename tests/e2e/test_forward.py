@@ -25,6 +25,7 @@ def trained(cwd: Path, name: str, *options: str) -> dict[str, Any]:
     return {**summary, "record": json.loads((cwd / name / "recipe.json").read_text())}
 
 
+@pytest.mark.slow
 def test_mixed_and_recomputed_on_the_command_line(tmp_path: Path) -> None:
     plain = trained(tmp_path, "plain", "--nproc", "1")
     mixed = trained(tmp_path, "mixed", "--nproc", "1", "--precision", "bf16-mixed")
@@ -43,6 +44,7 @@ def test_mixed_and_recomputed_on_the_command_line(tmp_path: Path) -> None:
     assert (both["precision"], both["recompute"], both["compile"]) == ("bf16-mixed", True, False)
 
 
+@pytest.mark.slow
 def test_a_flag_wins_over_the_script(tmp_path: Path) -> None:
     (tmp_path / "neighbour.py").write_text(NEIGHBOUR)
     (tmp_path / "train.py").write_text(SCRIPT)

@@ -101,7 +101,9 @@ def end_in_the_middle(cwd: Path, number: int, *, nproc: str, of: str = "all") ->
     return done
 
 
-@pytest.mark.parametrize(("number", "of"), [(signal.SIGKILL, "all"), (signal.SIGKILL, "launcher")])
+@pytest.mark.parametrize(
+    ("number", "of"), [(signal.SIGKILL, "all"), pytest.param(signal.SIGKILL, "launcher", marks=pytest.mark.slow)]
+)
 def test_a_killed_run_goes_on(cwd: Path, whole: dict[str, Any], number: int, of: str) -> None:
     assert end_in_the_middle(cwd, number, nproc="2", of=of).code == -number
     summary = run([*UNISONO, "train", "--resume", "it", "--nproc", "3", "--strategy", "zero2", "--json"], cwd)
@@ -112,7 +114,7 @@ def test_a_killed_run_goes_on(cwd: Path, whole: dict[str, Any], number: int, of:
     assert sorted(path.name for path in (cwd / "it" / "checkpoints").iterdir() if path.name.startswith(".")) == []
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_a_stopped_run_saves_and_goes_on(cwd: Path, unisono: InProcess, whole: dict[str, Any], number: int) -> None:
     done = end_in_the_middle(cwd, number, nproc="2" if number == signal.SIGTERM else "1", of="launcher")
     assert done.code == 130
@@ -255,6 +257,7 @@ def test_a_snapshot_in_memory_is_enough_to_go_on(cwd: Path, whole: dict[str, Any
     same_end(summary, {**whole, "recipe_digest": summary["recipe_digest"]}, cwd / "it")
 
 
+@pytest.mark.slow
 def test_what_a_killed_launcher_left_in_memory_is_swept(cwd: Path) -> None:
     options = ["--nproc", "2", "--run-dir", "it", "--snapshot-every", "2", "--max-restarts", "1"]
     with started([*TRAIN, *options, "--set", "nap_s=0.05"], cwd) as running:
@@ -268,6 +271,7 @@ def test_what_a_killed_launcher_left_in_memory_is_swept(cwd: Path) -> None:
     assert not folder.exists()
 
 
+@pytest.mark.slow
 def test_a_run_in_a_store_goes_on_on_another_machine(cwd: Path, whole: dict[str, Any]) -> None:
     url = f"file://{cwd}/store/mine"
     options = ["--run-dir", url, "--checkpoint-every", "5", "--keep", "2"]
@@ -305,6 +309,7 @@ run.print(run.weights_digest())
 """
 
 
+@pytest.mark.slow
 def test_ranks_of_torchrun_that_are_started_again_go_on(tmp_path: Path) -> None:
     """Its starts share one store, where the addresses of the last ranks still are."""
     (tmp_path / "mine.py").write_text(SCRIPT)

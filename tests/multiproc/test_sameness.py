@@ -89,6 +89,7 @@ def test_any_number_of_ranks_gives_the_same_bits(shape: dict[str, Any]) -> None:
             assert found["norms"] == alone["norms"]
 
 
+@pytest.mark.slow
 def test_loader_workers_cannot_show() -> None:
     shape = SHAPES[0]
     alone = run_world(1, train, shape)[0]
