@@ -86,7 +86,7 @@ def all_whole(folder: Path) -> list[str]:
 
 
 # The verbs of one checkpoint: two files of 4 verbs each (rank 1) or more, the note, and on rank 0 the publication.
-MOMENTS = [(1, 12), (0, 14), (0, 21), (0, 26), (0, 27)]
+MOMENTS = [(1, 12), (0, 26), *(pytest.param((0, n), marks=pytest.mark.slow) for n in (14, 21, 27))]
 
 
 @pytest.mark.parametrize("moment", MOMENTS, ids=str)
@@ -106,7 +106,7 @@ def test_a_kill_in_the_middle_of_a_save_loses_nothing(
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("rank", "fault"), [(0, disk_full), (1, disk_full), (1, read_only)])
+@pytest.mark.parametrize(("rank", "fault"), [(0, disk_full), (1, read_only)])
 def test_a_checkpoint_that_cannot_be_written_does_not_end_the_run(
     tmp_path: Path, whole: dict[str, Any], rank: int, fault: Any
 ) -> None:
@@ -145,7 +145,7 @@ def save_on_one(folder: str) -> None:
                 run.save()
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_save_on_one_rank_only_is_an_error_that_says_so(tmp_path: Path, world_size: int) -> None:
     """Case 16."""
     outcomes = outcomes_of_world(world_size, save_on_one, str(tmp_path / "it"), timeout_s=30)

@@ -40,7 +40,9 @@ def watched(function: Any, args: tuple[Any, ...], on_copies: bool) -> tuple[Any,
     return found, elsewhere[0], copied[0]
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(
+    "model", [pytest.param(m, marks=pytest.mark.slow if m in ("recurrent", "parametrized") else ()) for m in MODELS]
+)
 def test_threads_and_copies_give_the_same_bits_for_every_model(model: str) -> None:
     args = ("ddp", model, "adamw")
     expected = run_world(1, train, *args)[0]

@@ -50,7 +50,7 @@ FORMULAS = {
 
 
 @pytest.mark.parametrize("precision", FORMULAS)
-@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "zero3"])
+@pytest.mark.parametrize("strategy", ["ddp", pytest.param("zero1", marks=pytest.mark.slow), "zero2", "zero3"])
 def test_a_rank_keeps_what_the_formula_says(strategy: str, precision: str) -> None:
     formula = FORMULAS[precision].get(strategy, lambda n: 16 / n)
     for world_size in (2, 4) if (strategy, precision) == ("zero3", "float32") else (2,):

@@ -166,7 +166,14 @@ CASES: list[tuple[Callable[..., Any], tuple[int, ...]]] = [
     [((2, "zero3"), (1, "ddp")), pytest.param((1, "ddp"), (3, "zero1"), marks=pytest.mark.slow)],
     ids=str,
 )
-@pytest.mark.parametrize(("function", "until"), [(f, step) for f, steps in CASES for step in steps])
+@pytest.mark.parametrize(
+    ("function", "until"),
+    [
+        pytest.param(function, step, marks=pytest.mark.slow if function is workers else ())
+        for function, steps in CASES
+        for step in steps
+    ],
+)
 def test_what_is_unusual_goes_on(
     function: Callable[..., Any], until: int, before: Any, after: Any, tmp_path: Path
 ) -> None:

@@ -215,7 +215,12 @@ def test_every_strategy_gives_the_same_bits_for_every_model(model: str) -> None:
     assert run_world(4, train, "hsdp", model, "adamw") == [alone] * 4
 
 
-@pytest.mark.parametrize("optimizer", [name for name in OPTIMIZERS if name != "adamw"])
+# The other optimizers go the same ways: elementwise, fused, or by whole parameters.
+FEW = ("fused", "muon", "lamb")
+OTHERS = [pytest.param(name, marks=[] if name in FEW else pytest.mark.slow) for name in OPTIMIZERS if name != "adamw"]
+
+
+@pytest.mark.parametrize("optimizer", OTHERS)
 def test_every_strategy_gives_the_same_bits_for_every_optimizer(optimizer: str) -> None:
     """Case 23: Muon, Adafactor and LAMB among them."""
     alone = run_world(1, train, "ddp", "tied", optimizer)[0]
