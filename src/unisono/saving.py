@@ -98,7 +98,8 @@ class Saving:
         """
         self._session.comm.barrier(f"run.save() after step {self._stepper.step}")
         if self.run_dir is None:
-            name = self._agreed(f"{Path(sys.argv[0]).stem or 'run'}-{time.strftime('%Y%m%d-%H%M%S')}")
+            script = Path(sys.argv[0]).stem.lstrip("-") or "run"
+            name = self._agreed(f"{script}-{time.strftime('%Y%m%d-%H%M%S')}")
             self.claim(Path("runs") / name)
             self.note(f"checkpoints go to {self.run_dir}; init(run_dir=...) chooses another place")
         assert self.run_dir is not None
@@ -209,6 +210,8 @@ class Saving:
             self._memory.finish()
         if self.run_dir is not None and self._saves_by_itself and self._stepper.step > 0:
             self.save(wait=True)
+        elif self._disk is not None and (error := self._disk.finish()):  # saved before the first step
+            raise CheckpointError(error)
 
     def _watch_the_clock(self) -> None:
         every_s = self._plan.every_s
