@@ -23,6 +23,7 @@ from unisono.errors import InputError
 from unisono.execution import DEFAULT, Execution
 from unisono.forward.options import EAGER, ForwardOptions
 from unisono.judging import Judging
+from unisono.launch.lock import FolderLock
 from unisono.launch.session import Session
 from unisono.numerics.seeds import derive_seed, seed_all
 from unisono.numerics.sums import weighted_mean
@@ -69,6 +70,7 @@ class Run(Judging, Saving):
         self.ledger = Ledger()
         self._occasions = 0
         self._closed = False
+        self._lock: FolderLock | None = None
         self._stepper = Stepper(
             session.comm,
             session.device,
@@ -93,7 +95,7 @@ class Run(Judging, Saving):
         self._start_saving(how, {"threads": threads, "precision": forward.precision, "compile": forward.compile})
         seed_all(derive_seed(seed, "init"), session.device)
         if self.run_dir is not None and self.is_main:
-            self.ledger.sinks.append(JsonlSink(self.run_dir / "metrics.jsonl"))
+            self._take(self.run_dir)
         atexit.register(self._at_exit)
 
     # Place
@@ -164,12 +166,18 @@ class Run(Judging, Saving):
         if self.is_main:
             try:
                 folder.mkdir(parents=True, exist_ok=again)
-                self.ledger.sinks.append(JsonlSink(folder / "metrics.jsonl"))
+                self._take(folder)
+            except InputError as reason:
+                error = str(reason)
             except OSError as reason:
                 error = f"run folder {folder} cannot be made: {reason.strerror}; choose another, or give resume=True"
         if error := next((e for e in self._session.comm.gather_objects(error) if e), None):
             raise InputError(error)
         self.run_dir = folder
+
+    def _take(self, folder: Path) -> None:
+        self._lock = FolderLock(folder)
+        self.ledger.sinks.append(JsonlSink(folder / "metrics.jsonl"))
 
     # Preparation
 
@@ -352,6 +360,8 @@ class Run(Judging, Saving):
             self.ledger.close()
             self._stepper.close()
             self._session.close(failed, wait)
+            if self._lock is not None:
+                self._lock.release()
 
     def _at_exit(self) -> None:
         # A script that calls sys.exit() on one rank comes here too: it must not wait where nobody comes.

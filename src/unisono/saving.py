@@ -241,7 +241,9 @@ class Saving:
         self._resumed = max(self._resumed, 0)
         said = folder if folder is not None else self._how.resume
         named = None if said is None else Path(said)
-        if self.run_dir is not None and folder is None and (self._session.place.restarts or named == self.run_dir):
+        # A launcher that came back to its job counts from 0: the ranks need not agree on how often they were started.
+        again = any(self._session.comm.gather_objects(self._session.place.restarts))
+        if self.run_dir is not None and folder is None and (again or named == self.run_dir):
             if self._agreed(self._own_checkpoints()):  # newer than what a branch began from
                 named = self.run_dir
             elif named in (None, self.run_dir):

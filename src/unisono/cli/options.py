@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 import typer
@@ -12,8 +13,19 @@ RecipeSource = Annotated[
     str, typer.Argument(help="A Python file with `recipe(**options)`, or a built-in: stdlib-gpt, digits.")
 ]
 Nproc = Annotated[
-    int | None,
-    typer.Option(help="Processes; under dp, devices or threads of one. Default: one a GPU, or one a usable core."),
+    str | None,
+    typer.Option(
+        metavar="N|MIN:MAX",
+        help="Processes a host; under dp, devices or threads of one. Default: one a GPU, or one a usable core. With "
+        "MIN:MAX a rank that is killed is not replaced: the others go on from the last checkpoint.",
+    ),
+]
+Nnodes = Annotated[
+    str | None,
+    typer.Option(metavar="N|MIN:MAX", help="Hosts; start the same command on each. With MIN:MAX they may come and go."),
+]
+Rdzv = Annotated[
+    str | None, typer.Option(metavar="HOST:PORT", help="Where hosts meet: one of them, and a free port of it.")
 ]
 Settings = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="An option of the recipe; repeatable.")
@@ -71,14 +83,43 @@ MaxRestarts = Annotated[
 Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks of wrong input too.")]
 
 
-def check_counts(nproc: int | None, num_workers: int | None) -> None:
+@dataclass(frozen=True)
+class Span:
+    """How many: at least `least`, at most `most`."""
+
+    least: int
+    most: int
+
+    @property
+    def elastic(self) -> bool:
+        """Whether it may change."""
+        return self.least < self.most
+
+
+def parse_span(text: str, option: str) -> Span:
+    """Reads "4" or "2:4".
+
+    Raises:
+        InputError: it is neither.
+    """
+    parts = text.split(":")
+    try:
+        least, most = int(parts[0]), int(parts[-1])
+    except ValueError:
+        parts = []
+    if len(parts) not in (1, 2):
+        raise InputError(f"{option} {text}: give a number, or two as MIN:MAX")
+    if not 1 <= least <= most:
+        raise InputError(f"{option} {text}: " + ("MIN is above MAX" if least > most else "a run needs at least one"))
+    return Span(least, most)
+
+
+def check_counts(num_workers: int | None) -> None:
     """Checks numbers of processes.
 
     Raises:
         InputError: one is too small.
     """
-    if nproc is not None and nproc < 1:
-        raise InputError(f"--nproc {nproc}: a run needs at least one process")
     if num_workers is not None and num_workers < 0:
         raise InputError(f"--num-workers {num_workers}: it must be 0 or more")
 

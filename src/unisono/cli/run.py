@@ -16,6 +16,8 @@ def run(
     script: Annotated[str, typer.Argument(help="A Python file that calls unisono.init().")],
     arguments: Annotated[list[str] | None, typer.Argument(help="Its own arguments.")] = None,
     nproc: options.Nproc = None,
+    nnodes: options.Nnodes = None,
+    rdzv: options.Rdzv = None,
     run_dir: Annotated[str | None, typer.Option(help="Folder of the run. Default: runs/SCRIPT-TIME.")] = None,
     num_workers: options.NumWorkers = None,
     strategy: options.StrategyName = None,
@@ -34,13 +36,12 @@ def run(
     debug: options.Debug = False,
 ) -> None:
     """Run your own training script on several processes. Options for unisono come before the file."""
-    options.check_counts(nproc, num_workers)
+    options.check_counts(num_workers)
     if not Path(script).is_file():
         raise InputError(f"script {script} does not exist")
-    from unisono.cli.start import devices, launch_ranks, make_run_dir, mirrored, resumed_folder, shared
+    from unisono.cli.start import Crew, devices, launch_ranks, make_run_dir, mirrored, resumed_folder, shared
     from unisono.execution import Execution
     from unisono.forward.compiled import check_compiler
-    from unisono.launch.elastic import Job
     from unisono.recipe import check_precision
 
     flags = options.given(
@@ -58,11 +59,11 @@ def run(
         keep_best=keep_best,
         resume=resume,
     )
-    nproc = nproc or devices()
+    crew = Crew.of(options.given(nproc=nproc, nnodes=nnodes, rdzv=rdzv, max_restarts=max_restarts))
     # What a flag belongs to may be said by the script.
     owners = {"shard_size": strategy, "offload_dir": offload}
     known = {name: value for name, value in flags.items() if owners.get(name, value) is not None}
-    how, nproc = shared(Execution().with_flags(known), nproc)
+    how, processes = shared(Execution().with_flags(known), crew.nproc or devices(), crew.hosts)
     if strategy is not None:
         flags |= options.given(strategy=how.strategy, workers=how.workers)
     if precision is not None:
@@ -75,8 +76,9 @@ def run(
     places, mirror = mirrored({"resume": resume, "run_dir": run_dir})
     resume, run_dir = places["resume"], places["run_dir"]
     flags |= options.given(resume=resume)
-    folder = resumed_folder(resume) if resume and not run_dir else make_run_dir(run_dir, Path(script).stem)
+    folder = resumed_folder(resume) if resume and not run_dir else make_run_dir(run_dir, Path(script).stem, crew.hosts)
+    if crew.elastic and not resume:
+        flags["resume"] = str(folder)
     command = [sys.executable, "-m", "unisono.cli.worker", "script", script, *rest]
-    print(f"{script}: {nproc} process{'es' * (nproc > 1)}; {folder}", file=sys.stderr)
-    job = Job(command=command, nproc=nproc, run_dir=folder, mirror=mirror, flags=flags, max_restarts=max_restarts or 0)
-    launch_ranks(job, debug)
+    print(f"{script}: {processes} process{'es' * (processes > 1)}; {folder}", file=sys.stderr)
+    launch_ranks(crew.job(command, processes, run_dir=folder, mirror=mirror, flags=flags), debug)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -12,14 +12,18 @@ from typing import Any
 import torch
 
 from unisono.checkpoint.reader import find
+from unisono.cli.options import parse_span
 from unisono.errors import InputError, Interrupted
 from unisono.execution import Execution
 from unisono.launch.elastic import Job, RanksFailed, launch
 from unisono.launch.environment import Place, usable_cores
+from unisono.launch.hosts import Hosts
 from unisono.mirror import Mirror, is_remote, local_folder
 from unisono.opening import resolve
 from unisono.strategy.catalog import strategy_name
 from unisono.strategy.threaded import ThreadedStrategy
+
+_RESTARTS_OF_HOSTS = 10  # without --max-restarts, where hosts may come and go: each one that is lost costs one
 
 
 def devices() -> int:
@@ -27,7 +31,7 @@ def devices() -> int:
     return torch.accelerator.device_count() if torch.accelerator.is_available() else usable_cores()
 
 
-def shared(how: Execution, nproc: int) -> tuple[Execution, int]:
+def shared(how: Execution, nproc: int, hosts: Hosts | None = None) -> tuple[Execution, int]:
     """Checks, before anything is started, that `nproc` can do as they are told.
 
     Returns:
@@ -38,20 +42,83 @@ def shared(how: Execution, nproc: int) -> tuple[Execution, int]:
     """
     if strategy_name(how.strategy) == ThreadedStrategy.name:
         how, nproc = replace(how, workers=nproc if how.workers is None else how.workers), 1
-    return resolve(how, Place(0, nproc, 0, nproc))[0], nproc
+    return resolve(how, Place(0, nproc * (hosts.most if hosts else 1), 0, nproc))[0], nproc
 
 
-def make_run_dir(given: str | None, name: str) -> Path:
+@dataclass(frozen=True)
+class Crew:
+    """The processes of a job.
+
+    Attributes:
+        nproc: On this host, as asked; None for the default.
+        least: How many of them are enough; None where all are needed.
+        hosts: Where several hosts meet.
+        max_restarts: How often they are started again.
+    """
+
+    nproc: int | None
+    least: int | None
+    hosts: Hosts | None
+    max_restarts: int
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> Crew:
+        """Reads --nproc, --nnodes, --rdzv and --max-restarts.
+
+        Raises:
+            InputError: they make no sense, alone or together.
+        """
+        nproc, nnodes, rdzv = given.get("nproc"), given.get("nnodes"), given.get("rdzv")
+        ranks = None if nproc is None else parse_span(nproc, "--nproc")
+        nodes = parse_span(nnodes or "1", "--nnodes")
+        hosts = None
+        if nodes.most > 1 and rdzv is None:
+            raise InputError(
+                f"--nnodes {nnodes} needs --rdzv HOST:PORT, where the hosts meet: one of them, a free port"
+            )
+        if nodes.most > 1 and ranks is not None and ranks.elastic:
+            raise InputError(
+                f"--nproc {nproc} with --nnodes {nnodes}: where hosts come and go, give --nproc one number"
+            )
+        if rdzv is not None:
+            hosts = Hosts.at(nodes.least, nodes.most, rdzv)
+        least = ranks.least if ranks is not None and ranks.elastic else None
+        by_itself = ranks.most - least if ranks and least else _RESTARTS_OF_HOSTS if nodes.elastic else 0
+        return cls(ranks.most if ranks else None, least, hosts, given.get("max_restarts", by_itself))
+
+    @property
+    def elastic(self) -> bool:
+        """Whether the number of processes may change."""
+        return self.least is not None or (self.hosts is not None and self.hosts.least < self.hosts.most)
+
+    def job(self, command: Sequence[str], nproc: int, **more: Any) -> Job:
+        """What the launcher is to start."""
+        return Job(
+            command=command,
+            nproc=nproc,
+            least_nproc=self.least,
+            hosts=self.hosts,
+            max_restarts=self.max_restarts,
+            on_note=lambda note: print(f"unisono: {note}", file=sys.stderr),
+            **more,
+        )
+
+
+def make_run_dir(given: str | None, name: str, hosts: Hosts | None = None) -> Path:
     """Makes a new run folder: the one given, or one named for the recipe and the time.
+
+    Hosts that work together share one folder, which the first of them makes.
 
     Raises:
         InputError: there is one of that name, or it cannot be made.
     """
+    if hosts is not None and given is None:
+        raise InputError("several hosts need --run-dir, a folder that all of them see")
     stem = Path(given) if given else Path("runs") / f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
     for number in range(1, 100):
         folder = stem if number == 1 else stem.with_name(f"{stem.name}-{number}")
         try:
-            folder.mkdir(parents=True)
+            folder.mkdir(parents=True, exist_ok=hosts is not None)
         except FileExistsError:
             if given:
                 raise InputError(f"run folder {folder} exists: choose another, or move it away") from None

@@ -15,6 +15,8 @@ def train(
         typer.Argument(help="A Python file with `recipe(**options)`, or a built-in. Default: stdlib-gpt."),
     ] = None,
     nproc: options.Nproc = None,
+    nnodes: options.Nnodes = None,
+    rdzv: options.Rdzv = None,
     set_: options.Settings = None,
     steps: Annotated[int | None, typer.Option(help="End after this many optimizer steps.")] = None,
     run_dir: Annotated[str | None, typer.Option(help="Folder of the run. Default: runs/NAME-TIME.")] = None,
@@ -42,7 +44,7 @@ def train(
     debug: options.Debug = False,
 ) -> None:
     """Train a recipe: the same weights, bit for bit, on any number of processes."""
-    options.check_counts(nproc, num_workers)
+    options.check_counts(num_workers)
     # Only now torch: help and slips of the keyboard should not wait for it.
     from unisono.cli.settings import parse_settings
     from unisono.cli.training import start
@@ -50,6 +52,8 @@ def train(
     settings = parse_settings(set_ or [])
     given = options.given(
         nproc=nproc,
+        nnodes=nnodes,
+        rdzv=rdzv,
         run_dir=run_dir,
         num_workers=num_workers,
         strategy=strategy,

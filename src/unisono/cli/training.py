@@ -17,11 +17,11 @@ import torch
 
 from unisono.checkpoint.reader import Checkpoint, DamagedError, checkpoints_in, find
 from unisono.cli.report import show_summary
-from unisono.cli.start import devices, launch_ranks, make_run_dir, mirrored, shared
+from unisono.cli.start import Crew, devices, launch_ranks, make_run_dir, mirrored, shared
 from unisono.cli.worker import RecipeJob, train_recipe
 from unisono.errors import Interrupted
 from unisono.forward.compiled import check_compiler
-from unisono.launch.elastic import Job, Signalled
+from unisono.launch.elastic import Signalled
 from unisono.launch.environment import Place, usable_cores
 from unisono.observe.jsonl import write_json
 from unisono.prepare import check_world_size
@@ -55,28 +55,30 @@ def start(asked: Mapping[str, Any], given: Mapping[str, Any], *, as_json: bool, 
         check_unchanged(last.checkpoint, json.loads(json.dumps(loaded.definition, default=str)))
     if began.get("code_sha256", loaded.code_sha256) != loaded.code_sha256:
         print(f"unisono: the code of {job.source} has changed since the run began", file=sys.stderr)
-    nproc = given["nproc"] if "nproc" in given else min(devices(), recipe.full_num_micro)
-    how, nproc = shared(job.how.with_flags(given), nproc)
+    crew = Crew.of(given)
+    how, nproc = shared(job.how.with_flags(given), crew.nproc or min(devices(), recipe.full_num_micro), crew.hosts)
     job = replace(job, how=how)
     if recipe.compile:
         check_compiler()
-    check_world_size(nproc, recipe.global_batch, recipe.micro_batch or recipe.global_batch)
+    world_size = nproc * (crew.hosts.most if crew.hosts else 1)
+    check_world_size(world_size, recipe.global_batch, recipe.micro_batch or recipe.global_batch)
     if last is not None and "run_dir" not in given:
         folder = last.run_dir
         job = replace(job, how=replace(how, resume=str(last.named)))
     else:
-        folder = make_run_dir(given.get("run_dir"), loaded.name)
-    execution = {"nproc": nproc, **asdict(how), "num_workers": how.num_workers or 0}
+        folder = make_run_dir(given.get("run_dir"), loaded.name, crew.hosts)
+        if crew.hosts and last is None:  # a host that comes later, or again, goes on from what the others have saved
+            job = replace(job, how=replace(how, resume=str(folder)))
+    execution = {"nproc": nproc, "nnodes": given.get("nnodes", "1"), **asdict(how), "num_workers": how.num_workers or 0}
     origins = {name: f"--{name.replace('_', '-')}" if name in given else "default" for name in execution}
     _describe(loaded, folder, execution, {**loaded.origins, **origins}, asked, began)
     print(f"{loaded.name}: {nproc} process{'es' * (nproc > 1)}, {how.strategy}; {folder}", file=sys.stderr)
-    restarts = given.get("max_restarts", 0)
     try:
-        if nproc == 1 and not restarts:
+        if nproc == 1 and not crew.max_restarts and crew.hosts is None:
             train_recipe(job, Place(job={"run_dir": str(folder), "mirror": mirror}))
         else:
-            options = {"threads": recipe.threads, "max_restarts": restarts, "mirror": mirror}
-            launch_ranks(Job(command=job.command(), nproc=nproc, run_dir=folder, **options), debug)
+            options = {"threads": recipe.threads, "mirror": mirror, "run_dir": folder}
+            launch_ranks(crew.job(job.command(), nproc, **options), debug)
     except (Interrupted, Signalled) as error:
         if (folder / "summary.json").exists():
             steps = show_summary(folder, as_json=as_json)["steps"]

@@ -29,7 +29,7 @@ def verify(
         numbers = sorted({int(number) for number in worlds.split(",")})
     except ValueError:
         raise InputError(f"--worlds {worlds}: give numbers of processes with commas, such as 1,2,4") from None
-    check_counts(None, num_workers)
+    check_counts(num_workers)
     if numbers[0] < 1:
         raise InputError(f"--worlds {worlds}: a run needs at least one process")
     if steps < 1:

@@ -27,7 +27,8 @@ class Place:
         origin: Who said so: "alone" or "torchrun" (which our own launcher also is, beneath).
         restarts: How often the job was restarted.
         launcher_has_store: Whether the job's store lives in the launcher, and so outlives every rank.
-        job: What our launcher hands over: "run_dir", "error_dir", "launcher" (its process id), "flags".
+        job: What our launcher hands over: "run_dir", "error_dir", "launcher" (its process id), "starts" (how often
+            it has started ranks before), "flags".
     """
 
     rank: int = 0
@@ -75,6 +76,7 @@ def detect(environ: Mapping[str, str] | None = None) -> Place:
             f"each other and WORLD_SIZE={world_size}"
         )
     restarts = _integer(env, "TORCHELASTIC_RESTART_COUNT") if env.get("TORCHELASTIC_RESTART_COUNT") else 0
+    restarts += job.get("starts", 0)
     has_store = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     return Place(rank, world_size, local_rank, local_world_size, "torchrun", restarts, has_store, job)
 

@@ -28,6 +28,7 @@ class Failure:
         exit_code: 2 where the user's input is wrong, 130 after a stop, else 1.
         message: One sentence.
         traceback: The rank's own traceback, from the user's first frame on; empty where it called `sys.exit`.
+        killed: By a signal that was not our own.
     """
 
     consequence: bool
@@ -36,6 +37,7 @@ class Failure:
     exit_code: int
     message: str
     traceback: str
+    killed: bool = False
 
 
 def describe(error: BaseException) -> str:
