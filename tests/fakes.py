@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from unisono.comm.api import CopiedLoan
 from unisono.errors import CommError
 
 Lists = Sequence[Sequence[torch.Tensor]]
@@ -109,6 +110,8 @@ class _Pending:
 class ThreadCollectives:
     """`Collectives` between the threads of one process."""
 
+    shares_memory = False
+
     def __init__(self, world: ThreadWorld, rank: int) -> None:
         self.world, self.rank, self.world_size = world, rank, world.world_size
         self._calls: Counter[int] = Counter()
@@ -121,6 +124,19 @@ class ThreadCollectives:
 
     def exchange_shards(self, sends: Lists, receives: Lists, channel: int = 0) -> _Pending:
         return self._start("exchange_shards", sends, receives, channel)
+
+    def lend_shards(
+        self,
+        sends: Lists,
+        counts: Sequence[int],
+        length: int,
+        inbox: Callable[[int], torch.Tensor],
+        channel: int = 0,
+    ) -> CopiedLoan:
+        return CopiedLoan(self.exchange_shards, self.rank, sends, counts, length, inbox, channel)
+
+    def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(numel, dtype=dtype, device=device)
 
     def all_gather(self, parts: Lists, channel: int = 0) -> _Pending:
         return self._start("all_gather", [parts[self.rank]] * self.world_size, parts, channel)

@@ -18,6 +18,7 @@ class Execution:
         offload: Where the optimizer's state goes: "cpu", "disk" or None.
         offload_dir: The folder for "disk"; None for the system's.
         recompute: Whether blocks run their forward again instead of keeping activations.
+        transport: "auto": through shared memory where all ranks are on one host and on its CPUs; "gloo": never.
         num_workers: Loader processes a rank; None for what the code says.
         checkpoint_every: Steps ("50"), or seconds, minutes or hours ("30s", "10m", "1h") between two checkpoints; None
             for none but those that the code makes.
@@ -34,6 +35,7 @@ class Execution:
     offload: str | None = None
     offload_dir: str | None = None
     recompute: bool = False
+    transport: str = "auto"
     num_workers: int | None = None
     checkpoint_every: str | None = None
     snapshot_every: int | None = None

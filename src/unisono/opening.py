@@ -13,7 +13,7 @@ from unisono.execution import Execution
 from unisono.forward.compiled import check_compiler
 from unisono.forward.options import ForwardOptions
 from unisono.launch.environment import Place, detect, usable_cores
-from unisono.launch.session import open_session, pick_device
+from unisono.launch.session import TRANSPORTS, open_session, pick_device
 from unisono.recipe import FLOAT32, check_precision
 from unisono.run import Run
 from unisono.strategy.catalog import strategy_name, strategy_options
@@ -31,6 +31,7 @@ def init(
     precision: str = FLOAT32,
     compile: bool = False,
     recompute: bool = False,
+    transport: str = "auto",
     timeout_s: float = 600.0,
     run_dir: str | Path | None = None,
     resume: bool | str | Path = False,
@@ -60,6 +61,8 @@ def init(
             run's definition too, since compiled kernels round differently.
         recompute: Blocks keep only their inputs for the backward pass, and run their forward again in it: less
             memory, about a third more time, the same weights.
+        transport: How gradients travel between CPUs: "auto" is "shm", through shared memory, where all ranks are on one
+            host, and "gloo" elsewhere. Accelerators have their own (nccl). Cannot show in the weights.
         timeout_s: Longest wait for the other ranks in one call.
         run_dir: Where metrics.jsonl, checkpoints and summary.json go; None writes nothing, unless `unisono run` gave
             one.
@@ -85,6 +88,7 @@ def init(
         offload=offload,
         offload_dir=folder,
         recompute=recompute,
+        transport=transport,
         checkpoint_every=None if checkpoint_every is None else str(checkpoint_every),
         keep=keep,
         keep_best=keep_best,
@@ -108,6 +112,8 @@ def resolve(how: Execution, place: Place) -> tuple[Execution, dict[str, Any]]:
     how = replace(how, strategy=strategy_name(how.strategy))
     options = strategy_options(how, place)
     SavePlan.of(how)
+    if how.transport not in TRANSPORTS:
+        raise InputError(f"transport {how.transport!r} is unknown; there are: {', '.join(TRANSPORTS)}")
     if how.offload == "cpu" and pick_device(place.local_rank).type == "cpu":
         raise InputError("offload cpu is for accelerators; here the weights are on the CPU: use offload disk, or none")
     return how, options
@@ -130,5 +136,9 @@ def open_run(
     if compile:
         check_compiler()
     forward = ForwardOptions(precision=precision, compile=compile, recompute=how.recompute)
-    session = open_session(place, threads=require_positive_int(threads, "threads"), timeout_s=timeout_s)
-    return Run(session, seed=seed, strategy=how.strategy, options=options, forward=forward, how=how)
+    threads = require_positive_int(threads, "threads")
+    session = open_session(place, threads=threads, timeout_s=timeout_s, transport=how.transport)
+    run = Run(session, seed=seed, strategy=how.strategy, options=options, forward=forward, how=how)
+    if session.fallback:
+        run.note(session.fallback)
+    return run

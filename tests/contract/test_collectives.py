@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
@@ -16,14 +17,17 @@ import torch.distributed as dist
 import unisono
 from tests.fakes import ThreadCollectives, run_threads
 from tests.worlds import Outcome, outcomes_of_world, run_world
-from unisono.comm.api import Collectives, Pending
+from unisono.comm.api import Collectives, Loan, Pending
 from unisono.comm.c10d import C10dCollectives
 from unisono.comm.fault import Fault, FaultyCollectives
 from unisono.comm.local import LocalCollectives
 from unisono.comm.record import Call, RecordingCollectives
+from unisono.comm.shm import ShmCollectives
 from unisono.errors import CommError
 
-WORLDS = ["local-1", "c10d-1", "c10d-2", "c10d-3", "c10d-4", "threads-1", "threads-3"]
+WORLDS = ["local-1", "c10d-1", "c10d-2", "c10d-3", "c10d-4", "shm-2", "shm-3", "shm-4", "threads-1", "threads-3"]
+OF_PROCESSES = ("c10d", "shm")
+TRANSPORTS = {"c10d": "gloo", "shm": "shm"}
 WRAPPERS = ["bare", "recording", "faulty", "both"]
 # Long for a machine that does nothing else, short for a test that waits it out.
 SHORT_S = 1.5
@@ -51,9 +55,9 @@ def session(timeout_s: float = 60.0) -> Iterator[Any]:
             dist.destroy_process_group()
 
 
-def in_session(check: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+def in_session(kind: str, check: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     with session() as comm:
-        assert type(comm) is C10dCollectives
+        assert type(comm) is {"c10d": C10dCollectives, "shm": ShmCollectives}[kind]
         return check(comm, *args)
 
 
@@ -64,7 +68,7 @@ def everywhere(world: str, check: Callable[..., Any], *args: Any) -> list[Any]:
         return [check(LocalCollectives(), *args)]
     if kind == "threads":
         return run_threads(int(size), lambda comm: check(comm, *args))
-    return run_world(int(size), in_session, check, args)
+    return run_world(int(size), in_session, kind, check, args, transport=TRANSPORTS[kind])
 
 
 def stamp(frm: int, to: int, piece: int, numel: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -208,7 +212,75 @@ def describes_itself(comm: Collectives, wrapper: str) -> tuple[int, int]:
     return comm.rank, comm.world_size
 
 
-CHECKS = [exchanges, gathers, broadcasts, gathers_objects, flies, overtakes, describes_itself, meets]
+def lends(comm: Collectives, wrapper: str) -> None:
+    """What is lent may be written to; what was sent is the sender's again when all have done with it."""
+    comm = wrapped(comm, wrapper)
+    rank, peers, length, inboxes = comm.rank, range(comm.world_size), 2_000, []
+
+    def inbox(numel: int) -> torch.Tensor:
+        inboxes.append(torch.full((numel,), -1.0))
+        return inboxes[-1]
+
+    for number in range(6):
+        counts = [(peer + number) % 3 for peer in peers]
+        # In memory that is quick to send, and in memory that is not.
+        memory = comm.empty(3 * length, torch.float32, torch.device("cpu")) if number % 2 else torch.empty(3 * length)
+        assert memory.shape == (3 * length,) and memory.dtype == torch.float32
+        pieces = list(memory.split(length))
+        for k, piece in enumerate(pieces):
+            piece.copy_(stamp(rank, 0, k, length))
+        for channel in (1, 2):  # a second loan of the same, before the first is done with
+            sends = [[] if peer == rank else pieces[: counts[rank]] for peer in peers]
+            loan = comm.lend_shards(sends, counts, length, inbox, channel=channel)
+            assert isinstance(loan, Loan)
+            found = loan.received()
+            for peer in peers:
+                assert len(found[peer]) == (0 if peer == rank else counts[peer])
+                for k, part in enumerate(found[peer]):
+                    assert torch.equal(part, stamp(peer, 0, k, length))
+            loan.done()
+            loan.drain()
+        for piece in pieces:
+            piece.fill_(-2.0)
+    kept = [comm.empty(n, torch.bfloat16, torch.device("cpu")).fill_(n) for n in (0, 1, 5, 100_000)]
+    assert [(len(part), part.sum().item()) for part in kept[:3]] == [(0, 0.0), (1, 1.0), (5, 25.0)]
+
+
+def writes_to_what_it_is_lent(comm: Collectives, wrapper: str) -> None:
+    """As a reduction does: each rank owns a shard of everybody's vector, and adds up in place."""
+    comm = wrapped(comm, wrapper)
+    rank, peers, length = comm.rank, range(comm.world_size), 3_000
+    flat = comm.empty(length * comm.world_size, torch.float32, torch.device("cpu"))
+    for number in range(5):
+        flat.copy_(torch.arange(flat.numel()) + rank + number)
+        sends = [list(flat[peer * length : (peer + 1) * length].split(length)) for peer in peers]
+        counts = [0 if peer == rank else 1 for peer in peers]
+        loan = comm.lend_shards(sends, counts, length, torch.empty, channel=4)
+        total = flat[rank * length : (rank + 1) * length].clone()
+        for parts in loan.received():
+            for part in parts:
+                total = part.add_(total)
+        mine = flat[rank * length : (rank + 1) * length].copy_(total)
+        loan.done()
+        shards = [[flat[peer * length : (peer + 1) * length]] for peer in peers]
+        assert shards[rank][0].data_ptr() == mine.data_ptr()
+        comm.all_gather(shards, channel=2).wait()
+        wanted = (torch.arange(flat.numel()) + number) * comm.world_size + sum(peers)
+        assert torch.equal(flat, wanted.float())
+
+
+CHECKS = [
+    lends,
+    writes_to_what_it_is_lent,
+    exchanges,
+    gathers,
+    broadcasts,
+    gathers_objects,
+    flies,
+    overtakes,
+    describes_itself,
+    meets,
+]
 
 
 def all_checks(comm: Collectives, wrapper: str) -> dict[str, Any]:
@@ -216,7 +288,7 @@ def all_checks(comm: Collectives, wrapper: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)
-@pytest.mark.parametrize("world", [world for world in WORLDS if not world.startswith("c10d")])
+@pytest.mark.parametrize("world", [world for world in WORLDS if not world.startswith(OF_PROCESSES)])
 def test_the_verbs(world: str, wrapper: str) -> None:
     judge(everywhere(world, all_checks, wrapper))
 
@@ -225,7 +297,7 @@ def every_wrapper(comm: Collectives) -> list[dict[str, Any]]:
     return [all_checks(comm, wrapper) for wrapper in WRAPPERS]
 
 
-@pytest.mark.parametrize("world", [world for world in WORLDS if world.startswith("c10d")])
+@pytest.mark.parametrize("world", [world for world in WORLDS if world.startswith(OF_PROCESSES)])
 def test_the_verbs_between_processes(world: str) -> None:
     for found in zip(*everywhere(world, every_wrapper), strict=True):
         judge(list(found))
@@ -253,6 +325,10 @@ def counts_bytes(comm: Collectives) -> tuple[list[Call], dict[str, int]]:
         recording.exchange_shards(sends, takes).wait()
         came["exchange_shards"] = came.get("exchange_shards", 0) + storage_bytes(takes, rank)
     parts = [[torch.zeros(3 + r, dtype=torch.int16), torch.zeros(r, dtype=torch.complex64)] for r in peers]
+    counts = [0 if peer == rank else 2 for peer in peers]
+    pieces = [[torch.zeros(7), torch.zeros(7)] for _ in peers]
+    recording.lend_shards(pieces, counts, 7, torch.empty).received()
+    came["lend_shards"] = sum(counts) * 7 * 4
     recording.all_gather(parts).wait()
     came["all_gather"] = storage_bytes(parts, rank)
     tensors = [torch.zeros(5, 2), torch.zeros((), dtype=torch.int64)]
@@ -270,10 +346,18 @@ def storage_bytes(parts: Sequence[Sequence[torch.Tensor]], own: int | None) -> i
 @pytest.mark.parametrize("world", WORLDS)
 def test_recorded_bytes_are_those_that_arrive(world: str) -> None:
     found = everywhere(world, counts_bytes)
-    verbs = ["exchange_shards", "exchange_shards", "all_gather", "broadcast", "gather_objects", "barrier"]
+    verbs = [
+        "exchange_shards",
+        "exchange_shards",
+        "lend_shards",
+        "all_gather",
+        "broadcast",
+        "gather_objects",
+        "barrier",
+    ]
     for calls, _ in found:
         assert [call.verb for call in calls] == verbs
-    for verb in ("exchange_shards", "all_gather", "broadcast"):
+    for verb in ("exchange_shards", "lend_shards", "all_gather", "broadcast"):
         sent = sum(call.num_bytes for calls, _ in found for call in calls if call.verb == verb)
         assert sent == sum(came[verb] for _, came in found)
         assert (sent > 0) == (len(found) > 1)
@@ -285,7 +369,7 @@ def test_recorded_bytes_are_those_that_arrive(world: str) -> None:
 class Deaf:
     """A `Collectives` that does nothing but count the calls that reach it."""
 
-    rank, world_size = 1, 2
+    rank, world_size, shares_memory = 1, 2, False
 
     def __init__(self) -> None:
         self.heard: list[str] = []
@@ -296,13 +380,14 @@ class Deaf:
 
 def call_all(comm: Collectives) -> None:
     comm.exchange_shards([], [])
+    comm.lend_shards([], [], 0, torch.empty)
     comm.all_gather([])
     comm.broadcast([])
     comm.gather_objects(0)
     comm.barrier()
 
 
-VERBS = ["exchange_shards", "all_gather", "broadcast", "gather_objects", "barrier"]
+VERBS = ["exchange_shards", "lend_shards", "all_gather", "broadcast", "gather_objects", "barrier"]
 
 
 @pytest.mark.parametrize("verb", VERBS)
@@ -316,16 +401,16 @@ def test_a_fault_is_inflicted_at_its_call_and_before_the_verb(verb: str) -> None
     assert inner.heard == VERBS + VERBS[: VERBS.index(verb)]
     call_all(comm)  # that call has been made: a loop that tries again gets through
     comm.abort()
-    assert inner.heard[-6:] == [*VERBS, "abort"]
+    assert inner.heard[-7:] == [*VERBS, "abort"]
 
 
 def test_any_counts_the_calls_of_all_verbs() -> None:
     inner = Deaf()
-    comm = FaultyCollectives(inner, [Fault(1, "any", 7, "raise"), Fault(0, "any", 0, "raise")])
+    comm = FaultyCollectives(inner, [Fault(1, "any", 9, "raise"), Fault(0, "any", 0, "raise")])
     call_all(comm)
     with pytest.raises(RuntimeError, match="broadcast"):
         call_all(comm)
-    assert inner.heard == [*VERBS, "exchange_shards", "all_gather"]
+    assert inner.heard == [*VERBS, "exchange_shards", "lend_shards", "all_gather"]
 
 
 def test_a_delay_delays_and_passes_on() -> None:
@@ -388,27 +473,34 @@ def survivors(outcomes: list[Outcome]) -> list[tuple[str, float]]:
     return [outcome.value for outcome in found]
 
 
+BOTH = pytest.mark.parametrize("transport", ["gloo", "shm"])
+
+
+@BOTH
 @pytest.mark.parametrize("verb", ["exchange_shards", "broadcast", "gather_objects"])
-def test_a_killed_peer_ends_the_wait_with_an_error_that_names_it(verb: str) -> None:
-    outcomes = outcomes_of_world(3, until_the_fault, "kill", verb, 30.0)
+def test_a_killed_peer_ends_the_wait_with_an_error_that_names_it(verb: str, transport: str) -> None:
+    outcomes = outcomes_of_world(3, until_the_fault, "kill", verb, 30.0, transport=transport)
     assert outcomes[1].exit_code == -9
     for message, waited_s in survivors(outcomes):
         assert verb in message
-        assert "no word from rank 1 " in message
+        # On a busy machine the other survivor's word may come after this one's.
+        assert re.search(r"no word from ranks? (\d, )*1\b", message), message
         assert waited_s < 15, "the error came only with the time-out"
 
 
-def test_a_peer_that_is_killed_before_a_barrier_is_named() -> None:
-    outcomes = outcomes_of_world(3, until_the_fault, "kill", "barrier", SHORT_S)
+@BOTH
+def test_a_peer_that_is_killed_before_a_barrier_is_named(transport: str) -> None:
+    outcomes = outcomes_of_world(3, until_the_fault, "kill", "barrier", SHORT_S, transport=transport)
     assert outcomes[1].exit_code == -9
     for message, _ in survivors(outcomes):
         assert "the test's barrier" in message
         assert "rank 1" in message.partition("missing")[2] + message.partition("no word from")[2]
 
 
+@BOTH
 @pytest.mark.parametrize("verb", ["exchange_shards", "barrier"])
-def test_a_hanging_peer_is_named_within_the_timeout(verb: str) -> None:
-    outcomes = outcomes_of_world(3, until_the_fault, "hang", verb, SHORT_S, timeout_s=SHORT_S + 5)
+def test_a_hanging_peer_is_named_within_the_timeout(verb: str, transport: str) -> None:
+    outcomes = outcomes_of_world(3, until_the_fault, "hang", verb, SHORT_S, timeout_s=SHORT_S + 5, transport=transport)
     assert outcomes[1].exit_code is None or outcomes[1].exit_code < 0
     for message, waited_s in survivors(outcomes):
         assert "no word from rank 1 " in message or "missing: rank 1;" in message
@@ -436,8 +528,9 @@ def abort_on_rank_1() -> tuple[str, float]:
     return message, waited_s
 
 
-def test_an_abort_ends_waiting_peers_at_once() -> None:
-    found = run_world(3, abort_on_rank_1)
+@BOTH
+def test_an_abort_ends_waiting_peers_at_once(transport: str) -> None:
+    found = run_world(3, abort_on_rank_1, transport=transport)
     assert found[1][0] == "aborted"
     for message, waited_s in (found[0], found[2]):
         assert "exchange_shards" in message

@@ -63,6 +63,9 @@ Recompute = Annotated[
         help="Blocks run their forward again in backward: less memory, more time, the same weights.",
     ),
 ]
+Transport = Annotated[
+    str | None, typer.Option(help="How gradients travel between CPUs: auto, shm or gloo. Cannot show in the weights.")
+]
 CheckpointEvery = Annotated[
     str | None, typer.Option(metavar="N", help="Steps (50), or time (30s, 10m, 1h), between two checkpoints.")
 ]

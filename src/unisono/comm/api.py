@@ -1,4 +1,4 @@
-"""The seam `Collectives`: six verbs, and no more.
+"""The seam `Collectives`: seven verbs, and no more.
 
 Narrow, so that another transport (shared memory, say) is one small file, and so that wrappers can count
 bytes or inject faults without knowing the engine. Point-to-point at heart: every verb that moves tensors
@@ -7,7 +7,7 @@ says who sends which slice to whom, because the order of additions must stay in 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -29,6 +29,27 @@ class Pending(Protocol):
 
 
 @runtime_checkable
+class Loan(Protocol):
+    """Data of others under way, to be read once."""
+
+    def received(self) -> list[list[torch.Tensor]]:
+        """Waits, and returns for each rank the pieces that it sent.
+
+        Raises:
+            CommError: a peer failed or the time-out ran out.
+        """
+        ...
+
+    def done(self) -> None:
+        """Gives them back: they are not to be used any more."""
+        ...
+
+    def drain(self) -> None:
+        """Returns when no other rank uses what was sent any more."""
+        ...
+
+
+@runtime_checkable
 class Collectives(Protocol):
     """What an engine needs from the outside world.
 
@@ -46,6 +67,11 @@ class Collectives(Protocol):
         """Number of processes."""
         ...
 
+    @property
+    def shares_memory(self) -> bool:
+        """Whether ranks read each other's memory, so that work counts and not bytes sent."""
+        ...
+
     def exchange_shards(self, sends: Parts, receives: Parts, channel: int = 0) -> Pending:
         """Starts to send `sends[r]` to rank r and to receive `receives[r]` from it.
 
@@ -56,6 +82,32 @@ class Collectives(Protocol):
         Calls match in order within one `channel`, so that one kind of message may overtake another where the
         transport can (gloo, shared memory); on all others calls match in the order of all.
         """
+        ...
+
+    def lend_shards(
+        self,
+        sends: Parts,
+        counts: Sequence[int],
+        length: int,
+        inbox: Callable[[int], torch.Tensor],
+        channel: int = 0,
+    ) -> Loan:
+        """Starts an exchange of what is read once, or added to: nothing is copied that need not be.
+
+        What is sent belongs to its receivers until they have done with it; they may write to it.
+
+        Args:
+            sends: As for `exchange_shards`.
+            counts: How many pieces come from each rank.
+            length: Elements of each.
+            inbox: Returns memory for so many elements, where the pieces have to be copied; of what dtype, it says
+                for 0 as well.
+            channel: See `exchange_shards`.
+        """
+        ...
+
+    def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Returns memory that is sent with the fewest copies; anything may be in it. Not collective."""
         ...
 
     def all_gather(self, parts: Parts, channel: int = 0) -> Pending:
@@ -81,3 +133,40 @@ class Collectives(Protocol):
     def abort(self) -> None:
         """Drops the connections so that waiting peers end at once; idempotent, never blocks."""
         ...
+
+
+class CopiedLoan:
+    """A `Loan` of a transport that brings data into memory of this rank.
+
+    Args:
+        exchange: Its `exchange_shards`.
+        rank: This one.
+        sends, counts, length, inbox, channel: Of `Collectives.lend_shards`.
+    """
+
+    def __init__(
+        self,
+        exchange: Callable[[Parts, Parts, int], Pending],
+        rank: int,
+        sends: Parts,
+        counts: Sequence[int],
+        length: int,
+        inbox: Callable[[int], torch.Tensor],
+        channel: int,
+    ) -> None:
+        counts = [0 if peer == rank else count for peer, count in enumerate(counts)]
+        memory, starts = inbox(sum(counts) * length), iter(range(0, sum(counts) * length, length or 1))
+        self._parts = [
+            [memory[(k := next(starts)) : k + length] for _ in range(count * bool(length))] for count in counts
+        ]
+        self._pending = exchange(sends, self._parts, channel)
+
+    def received(self) -> list[list[torch.Tensor]]:
+        self._pending.wait()
+        return self._parts
+
+    def done(self) -> None:
+        self._parts = []
+
+    def drain(self) -> None:
+        self._pending.wait()

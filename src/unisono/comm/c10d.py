@@ -12,14 +12,14 @@ import contextlib
 import json
 import pickle
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
-from unisono.comm.api import Parts
+from unisono.comm.api import CopiedLoan, Parts
 from unisono.errors import CommError
 
 # Of messages of `gather_objects`; no strategy uses so large a one.
@@ -49,6 +49,8 @@ class C10dCollectives:
     Units: `timeout_s` in seconds.
     """
 
+    shares_memory = False
+
     def __init__(self, store: Store, timeout_s: float) -> None:
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.timeout_s = timeout_s
@@ -71,6 +73,19 @@ class C10dCollectives:
         with self.explained(what):
             works = dist.batch_isend_irecv(operations) if operations else []
         return C10dPending(self, what, works, (sends, receives))
+
+    def lend_shards(
+        self,
+        sends: Parts,
+        counts: Sequence[int],
+        length: int,
+        inbox: Callable[[int], torch.Tensor],
+        channel: int = 0,
+    ) -> CopiedLoan:
+        return CopiedLoan(self.exchange_shards, self.rank, sends, counts, length, inbox, channel)
+
+    def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(numel, dtype=dtype, device=device)
 
     def all_gather(self, parts: Parts, channel: int = 0) -> C10dPending:
         return self._gather("all_gather", parts, channel)
@@ -139,10 +154,14 @@ class C10dCollectives:
         try:
             yield
         except (RuntimeError, ValueError) as error:
-            with contextlib.suppress(Exception):
-                self._post(what)
             reason = str(error).splitlines()[0][:300]
-            raise CommError(f"rank {self.rank} could not finish {what}: {reason}{self._news(wait_s=2.0)}") from error
+            raise CommError(f"rank {self.rank} could not finish {what}: {reason}{self.news(what, 2.0)}") from error
+
+    def news(self, where: str, wait_s: float) -> str:
+        """Tells the others that this rank stops in `where`; returns what they have said, as the end of a sentence."""
+        with contextlib.suppress(Exception):
+            self._post(where)
+        return self._news(wait_s)
 
     def _post(self, where: str) -> None:
         self._store.set(f"stopped/{self.rank}", json.dumps({"where": where}))

@@ -6,13 +6,13 @@ import os
 import signal
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 
-from unisono.comm.api import Collectives, Parts, Pending
+from unisono.comm.api import Collectives, Loan, Parts, Pending
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,7 @@ class FaultyCollectives:
     def __init__(self, inner: Collectives, faults: Sequence[Fault]) -> None:
         self.inner = inner
         self.rank, self.world_size = inner.rank, inner.world_size
+        self.shares_memory = inner.shares_memory
         self._faults = [fault for fault in faults if fault.rank == inner.rank]
         self._counts: Counter[str] = Counter()
 
@@ -59,6 +60,20 @@ class FaultyCollectives:
     def exchange_shards(self, sends: Parts, receives: Parts, channel: int = 0) -> Pending:
         self._due("exchange_shards")
         return self.inner.exchange_shards(sends, receives, channel)
+
+    def lend_shards(
+        self,
+        sends: Parts,
+        counts: Sequence[int],
+        length: int,
+        inbox: Callable[[int], torch.Tensor],
+        channel: int = 0,
+    ) -> Loan:
+        self._due("lend_shards")
+        return self.inner.lend_shards(sends, counts, length, inbox, channel)
+
+    def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return self.inner.empty(numel, dtype, device)
 
     def all_gather(self, parts: Parts, channel: int = 0) -> Pending:
         self._due("all_gather")

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from unisono.comm.api import Parts
+from unisono.comm.api import CopiedLoan, Parts
 
 
 class Done:
@@ -22,9 +22,23 @@ class LocalCollectives:
 
     rank = 0
     world_size = 1
+    shares_memory = False
 
     def exchange_shards(self, sends: Parts, receives: Parts, channel: int = 0) -> Done:
         return Done()
+
+    def lend_shards(
+        self,
+        sends: Parts,
+        counts: Sequence[int],
+        length: int,
+        inbox: Callable[[int], torch.Tensor],
+        channel: int = 0,
+    ) -> CopiedLoan:
+        return CopiedLoan(self.exchange_shards, self.rank, sends, counts, length, inbox, channel)
+
+    def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(numel, dtype=dtype, device=device)
 
     def all_gather(self, parts: Parts, channel: int = 0) -> Done:
         return Done()

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from unisono.comm.api import Collectives, Parts, Pending
+from unisono.comm.api import Collectives, Loan, Parts, Pending
 
 
 @dataclass(frozen=True)
@@ -34,12 +34,28 @@ class RecordingCollectives:
     def __init__(self, inner: Collectives) -> None:
         self.inner = inner
         self.rank, self.world_size = inner.rank, inner.world_size
+        self.shares_memory = inner.shares_memory
         self.calls: list[Call] = []
 
     def exchange_shards(self, sends: Parts, receives: Parts, channel: int = 0) -> Pending:
         sent = sum(_bytes(parts) for rank, parts in enumerate(sends) if rank != self.rank)
         self.calls.append(Call("exchange_shards", sent))
         return self.inner.exchange_shards(sends, receives, channel)
+
+    def lend_shards(
+        self,
+        sends: Parts,
+        counts: Sequence[int],
+        length: int,
+        inbox: Callable[[int], torch.Tensor],
+        channel: int = 0,
+    ) -> Loan:
+        sent = sum(_bytes(parts) for rank, parts in enumerate(sends) if rank != self.rank)
+        self.calls.append(Call("lend_shards", sent))
+        return self.inner.lend_shards(sends, counts, length, inbox, channel)
+
+    def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return self.inner.empty(numel, dtype, device)
 
     def all_gather(self, parts: Parts, channel: int = 0) -> Pending:
         self.calls.append(Call("all_gather", _bytes(parts[self.rank]) * (self.world_size - 1)))

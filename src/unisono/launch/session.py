@@ -13,9 +13,12 @@ from torch.distributed import PrefixStore, Store, rendezvous  # type: ignore[att
 from unisono.comm.api import Collectives
 from unisono.comm.c10d import C10dCollectives
 from unisono.comm.local import LocalCollectives
+from unisono.comm.shm import ShmCollectives, connect
 from unisono.errors import CommError
-from unisono.launch.environment import Place
+from unisono.launch.environment import Place, usable_cores
 from unisono.launch.meeting import meet
+
+TRANSPORTS = ("auto", "shm", "gloo")
 
 
 @dataclass
@@ -28,6 +31,7 @@ class Session:
         comm: The ranks.
         store: The job's key-value store; None alone.
         timeout_s: Longest wait for a peer.
+        fallback: Why ranks of one host do not share memory; empty where they do, or are not to.
     """
 
     place: Place
@@ -35,6 +39,7 @@ class Session:
     comm: Collectives
     store: Store | None
     timeout_s: float
+    fallback: str = ""
     _owns_group: bool = False
 
     def close(self, failed: bool = False, wait: bool = True) -> None:
@@ -55,6 +60,8 @@ class Session:
                 self.comm.abort()
             elif self._owns_group:
                 dist.destroy_process_group()
+            if isinstance(self.comm, ShmCollectives):
+                self.comm.close()
 
 
 def pick_device(local_rank: int) -> torch.device:
@@ -67,7 +74,7 @@ def pick_device(local_rank: int) -> torch.device:
     return torch.device(accelerator.type, index)
 
 
-def open_session(place: Place, *, threads: int, timeout_s: float) -> Session:
+def open_session(place: Place, *, threads: int, timeout_s: float, transport: str = "auto") -> Session:
     """Joins the job.
 
     Units: `timeout_s` in seconds.
@@ -84,7 +91,8 @@ def open_session(place: Place, *, threads: int, timeout_s: float) -> Session:
         return Session(place, device, LocalCollectives(), None, timeout_s)
     if dist.is_initialized():  # the user's own group; it stays theirs
         store = dist.distributed_c10d._get_default_store()
-        return Session(place, device, C10dCollectives(store, timeout_s), store, timeout_s)
+        comm, fallback = _nearest(place, device, C10dCollectives(store, timeout_s), threads, transport)
+        return Session(place, device, comm, store, timeout_s, fallback)
     timeout = timedelta(seconds=timeout_s)
     backend = dist.get_default_backend_for_device(device)
     if device.type != "cpu":
@@ -102,4 +110,17 @@ def open_session(place: Place, *, threads: int, timeout_s: float) -> Session:
             f"rank {place.rank} could not meet the other {place.world_size - 1} within {timeout_s:g} s: "
             f"{str(error).splitlines()[0]}"
         ) from error
-    return Session(place, device, C10dCollectives(store, timeout_s), store, timeout_s, _owns_group=True)
+    comm, fallback = _nearest(place, device, C10dCollectives(store, timeout_s), threads, transport)
+    return Session(place, device, comm, store, timeout_s, fallback, _owns_group=True)
+
+
+def _nearest(
+    place: Place, device: torch.device, outer: C10dCollectives, threads: int, transport: str
+) -> tuple[Collectives, str]:
+    """The ranks through memory that they share, where they share a host; else as torch has connected them, and why."""
+    if transport == "gloo" or device.type != "cpu":
+        return outer, ""
+    if place.local_world_size != place.world_size:
+        return outer, "the ranks are on several hosts: gloo instead of shm" if transport == "shm" else ""
+    found = connect(outer, spin=threads * place.world_size <= usable_cores())
+    return (outer, f"{found}; gloo instead of shm, which is slower") if isinstance(found, str) else (found, "")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -42,6 +42,7 @@ class FlatGroup:
         bucket_bytes: The unit of one exchange; the bits do not depend on it.
         number: Among the groups of an optimizer.
         whole_segments: Buckets are cut between parameters only.
+        empty: Where gradients lie: `Collectives.empty`.
 
     Attributes:
         params: In the order of the layout's segments.
@@ -54,6 +55,7 @@ class FlatGroup:
         bucket_bytes: int = BUCKET_BYTES,
         number: int = 0,
         whole_segments: bool = False,
+        empty: Callable[[int, torch.dtype, torch.device], torch.Tensor] | None = None,
     ) -> None:
         self.number, self.params = number, [param for _, param in named]
         # Shapes and strides, which outlive a parameter's data where weights are sharded.
@@ -69,6 +71,7 @@ class FlatGroup:
         self.present = [False] * len(self.params)
         self.tree: TreeAccumulator[FlatBuffer] = TreeAccumulator(1, self._merge)
         self._pool: list[FlatBuffer] = []
+        self._empty = empty or (lambda numel, dtype, device: torch.empty(numel, dtype=dtype, device=device))
         self._inboxes: list[torch.Tensor] = []
 
     def begin(self, num_leaves: int) -> None:
@@ -138,7 +141,7 @@ class FlatGroup:
 
     def buffer_of(self, bucket: range) -> FlatBuffer:
         """Returns new memory for the whole segments in `bucket`."""
-        flat = torch.zeros(len(bucket), dtype=self.dtype, device=self.device)
+        flat = self._empty(len(bucket), self.dtype, self.device).zero_()
         places = enumerate(zip(self.layout.segments, self.templates, strict=True))
         inside = [(k, s, p) for k, (s, p) in places if bucket.start <= s.offset and s.stop <= bucket.stop]
         return FlatBuffer(flat, {k: view_of(flat, s, p, s.offset - bucket.start) for k, s, p in inside})

@@ -57,8 +57,10 @@ class GradientStrategy(GroupedStrategy):
         self._overlaps.append(overlap)
 
     def expect_backward(self, plan: StepPlan, leaf: int | None, scale: Callable[[], float]) -> None:
-        # Where this rank has one micro-batch in the step, nothing has to be added up before it is sent.
-        if leaf is not None and self.comm.world_size > 1 and len(plan.blocks[self.comm.rank]) == 1:
+        # Where this rank has one micro-batch in the step, nothing has to be added up before it is sent. Nothing is sent
+        # where memory is shared, and to look whether a gradient has changed since would read all of it twice.
+        hides = self.comm.world_size > 1 and not self.comm.shares_memory
+        if leaf is not None and hides and len(plan.blocks[self.comm.rank]) == 1:
             for overlap, group in zip(self._overlaps, self.groups, strict=True):
                 if not group.frugal:
                     overlap.arm(plan, leaf, scale)

@@ -57,7 +57,7 @@ class GroupedStrategy(Strategy):
                 known.add(id(param))
                 kinds[self._kind(param)].append((self.setup.names.get(id(param), f"parameter {number}"), param))
         for _, named in sorted(kinds.items(), key=lambda item: item[0][0]):
-            group = FlatGroup(named, self.setup.bucket_bytes, len(self.groups), self.whole_segments)
+            group = FlatGroup(named, self.setup.bucket_bytes, len(self.groups), self.whole_segments, self.comm.empty)
             self.groups.append(group)
             self._norm_order = None
             self._begin_group(group, self._partition(group), plan)

@@ -74,7 +74,7 @@ class Overlap:
     @property
     def began(self) -> bool:
         """Whether something was sent that nobody has taken up yet."""
-        return self._reduction is not None and bool(self._reduction.pending)
+        return self._reduction is not None and bool(self._reduction.loans)
 
     def forget(self) -> None:
         """Ends the watch."""
@@ -92,13 +92,13 @@ class Overlap:
 
     @property
     def _all_launched(self) -> bool:
-        return self._reduction is not None and len(self._reduction.pending) == len(self._missing)
+        return self._reduction is not None and len(self._reduction.loans) == len(self._missing)
 
     def _launch_ready(self) -> None:
         """Starts what is complete, in the one order of buckets and groups that all ranks keep."""
         if self._reduction is None or (self._before is not None and not self._before._all_launched):
             return
-        while not self._all_launched and not self._missing[len(self._reduction.pending)]:
+        while not self._all_launched and not self._missing[len(self._reduction.loans)]:
             self._write_ready()
             self._reduction.launch_next()
         if self._all_launched and self._after is not None:

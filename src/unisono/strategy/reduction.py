@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
 from typing import TypeAlias
 
 import torch
 
-from unisono.comm.api import Collectives, Pending
+from unisono.comm.api import Collectives, CopiedLoan, Loan, Pending
 from unisono.numerics.layout import BLOCK_ELEMENTS
 from unisono.numerics.tree import Node, TreeAccumulator, roots
 from unisono.strategy.base import StepPlan
@@ -101,34 +103,35 @@ class Reduction:
         self.comm, self.group, self.plan, self.partition, self.own = comm, group, plan, partition, own
         self.nodes = [roots(block, plan.num_micro) for block in plan.blocks]
         self.norms = Norms(comm, group, partition)
-        self.inboxes: list[list[list[torch.Tensor]]] = []
+        self.loans: list[Loan] = []
         self.pending: list[Pending] = []
         self.target: FlatBuffer | None = None
 
     def launch_all(self) -> None:
         """Starts all exchanges that have not been started."""
-        while len(self.pending) < len(self.partition.buckets):
+        while len(self.loans) < len(self.partition.buckets):
             self.launch_next()
 
     def launch_next(self) -> None:
         """Starts the next bucket's: each owner is sent its slice of all nodes that this rank holds."""
-        slot = len(self.pending)
+        slot = len(self.loans)
         rank, shards = self.comm.rank, self.partition.shards[slot]
         sends = [[_slice(buffer.flat, shard) for _, buffer in self.own] for shard in shards]
         length = len(shards[rank])
         counts = [0 if peer == rank else len(nodes) for peer, nodes in enumerate(self.nodes)]
-        memory = self.group.inbox(slot, sum(counts) * length)
-        receives, offset = [], 0
-        for count in counts:
-            receives.append([memory[offset + k * length : offset + (k + 1) * length] for k in range(count)])
-            offset += count * length
-        self.inboxes.append(receives)
-        self.pending.append(self.comm.exchange_shards(sends, receives, channel=GRADIENTS + self.group.number))
+        inbox, channel = partial(self.group.inbox, slot), GRADIENTS + self.group.number
+        if self.partition.one_shot:  # all add up the same pieces, so each needs its own
+            self.loans.append(CopiedLoan(self.comm.exchange_shards, rank, sends, counts, length, inbox, channel))
+        else:
+            self.loans.append(self.comm.lend_shards(sends, counts, length, inbox, channel))
 
     def drop(self) -> None:
         """Waits for what is under way and forgets it."""
-        for arrival in self.pending:
-            arrival.wait()
+        for loan in self.loans:
+            loan.received()
+            loan.done()
+        for loan in self.loans:
+            loan.drain()
 
     def divide_and_share(self, total: float, share: bool = True) -> None:
         """Adds this rank's shards in tree order, divides them, and starts to send them to all.
@@ -138,35 +141,39 @@ class Reduction:
             share: False sends the norms only: each rank keeps the gradient of its own shards.
         """
         self.target = self.own[0][1] if self.own else self.group.buffer()
-        for slot, arrival in enumerate(self.pending):
-            arrival.wait()
+        for slot, loan in enumerate(self.loans):
+            pieces = loan.received()
             shards = self.partition.shards[slot]
             shard = shards[self.comm.rank]
             out = _slice(self.target.flat, shard)
             if len(shard):
-                value = self._add_up(slot, shard)
-                self.inboxes[slot] = []
+                value = self._add_up(pieces, shard)
                 if total != 1.0 or out.data_ptr() != value.data_ptr():
                     torch.div(value, total, out=out)
+            loan.done()
             parts = self.norms.measure(slot, out)
             if not self.partition.one_shot and self.comm.world_size > 1:
                 if share:
                     parts = [[_slice(self.target.flat, s), *part] for s, part in zip(shards, parts, strict=True)]
-                self.pending[slot] = self.comm.all_gather(parts, channel=RESULTS)
+                self.pending.append(self.comm.all_gather(parts, channel=RESULTS))
 
-    def _add_up(self, slot: int, shard: range) -> torch.Tensor:
+    def _add_up(self, pieces: Sequence[Sequence[torch.Tensor]], shard: range) -> torch.Tensor:
         tree: TreeAccumulator[torch.Tensor] = TreeAccumulator(self.plan.num_micro, torch.Tensor.add_)
         for node, buffer in self.own:
             tree.add_node(node, _slice(buffer.flat, shard))
-        for nodes, parts in zip(self.nodes, self.inboxes[slot], strict=True):
+        for nodes, parts in zip(self.nodes, pieces, strict=True):
             for node, part in zip(nodes, parts, strict=False):  # this rank's own entry has no parts
                 tree.add_node(node, part)
         return tree.result()
 
     def result(self) -> tuple[FlatBuffer, torch.Tensor]:
         """Waits for the others' shards; returns the gradient (whole if it is shared) and its blocks' norms."""
+        # That the others' results are here says that they have done with what this rank lent.
         for arrival in self.pending:
             arrival.wait()
+        if self.partition.one_shot:
+            for loan in self.loans:
+                loan.drain()
         assert self.target is not None
         for _, buffer in self.own[1:]:
             self.group.recycle(buffer)

@@ -33,10 +33,13 @@ class ReplicatedStrategy(GradientStrategy):
             for other in self.groups:
                 if other not in self._pieces:
                     self._pieces.add(FlatWeights(self.comm, other))
-        # What one-shot sends more than a reduce-scatter and an all-gather do: nothing at W = 2.
         others = self.comm.world_size - 1
-        extra = group.num_bytes * others * (others - 1) // (others + 1)
-        return Partition(group, self.comm, one_shot=extra < self.setup.one_shot_bytes and not group.frugal)
+        if self.comm.shares_memory:  # nothing is sent, but everybody adds up everything: what counts is the work
+            one_shot = group.num_bytes * others < self.setup.one_shot_bytes // 8
+        else:  # what one-shot sends more than a reduce-scatter and an all-gather do: nothing at W = 2
+            extra = group.num_bytes * others * (others - 1) // (others + 1)
+            one_shot = extra < self.setup.one_shot_bytes and not group.frugal
+        return Partition(group, self.comm, one_shot=one_shot)
 
     def _hand_over(self, group: FlatGroup, result: FlatBuffer, present: Sequence[bool]) -> None:
         for position, param in enumerate(group.params):

@@ -40,7 +40,9 @@ class FlatWeights:
         self.resident = self.team.shard_size == 1
         everything = [range(group.layout.total)]
         self.own = joined(everything if partition is None else partition.own(comm.rank))
-        self.flat = torch.zeros(group.layout.total, dtype=group.dtype, device=group.device)
+        shared = self.resident and partition is not None  # else its memory has to be given back, or nobody is sent it
+        allocate = comm.empty if shared else _empty
+        self.flat = allocate(group.layout.total, group.dtype, group.device).zero_()
         places = zip(group.layout.segments, group.templates, strict=True)
         self._views = [view_of(self.flat, segment, like, segment.offset) for segment, like in places]
         for param, view in zip(group.params, self._views, strict=True):
@@ -137,6 +139,10 @@ class FlatWeights:
     def _show(self, data: Sequence[torch.Tensor]) -> None:
         for param, value in zip(self.group.params, data, strict=True):
             param.data = value
+
+
+def _empty(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return torch.empty(numel, dtype=dtype, device=device)
 
 
 def joined(parts: Sequence[range]) -> list[range]:

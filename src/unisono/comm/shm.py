@@ -1,0 +1,470 @@
+"""Collectives of one host's ranks through memory that they share.
+
+A rank says in its mailbox where its data lie (see `mailbox`), and the others read them there: what lies in the arena
+(`empty`) is copied once, or not at all where the reader only adds it up (`lend_shards`); anything else is copied into
+the arena first. Nobody works in the background: a rank takes what has come while it waits for something.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import secrets
+import select
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from unisono.comm.api import Parts
+from unisono.comm.arena import Arena, bytes_of, map_file
+from unisono.comm.c10d import C10dCollectives
+from unisono.comm.mailbox import INLINE_BYTES, Mailbox, Message, encode
+from unisono.errors import CommError
+
+_VERBS = ("exchange_shards", "all_gather", "broadcast", "gather_objects", "lend_shards")
+_EXCHANGE, _GATHER, _BROADCAST, _OBJECTS, _LEND = range(5)
+_OBJECTS_CHANNEL = 508
+_MOST_INLINE = 64 * 1024  # of one message
+_MOST_PIECES = 4096
+# How to wait, see docs/design/0008: where each rank has a core of its own the answer is often there within
+# microseconds; where it has not, the others need the core to answer at all.
+_SPINS, _YIELDS_S, _SLEEP_S, _MOST_SLEEP_S = 50, 0.002, 20e-6, 0.001
+_LOOK_S = 0.1  # between two looks at whether the others live
+
+
+@dataclass
+class _Peer:
+    """Another rank of this host."""
+
+    rank: int
+    number: int  # among those of the host
+    pid: int
+    box: Mailbox
+    alive: int  # a descriptor that can be read once the process is gone
+
+    def __post_init__(self) -> None:
+        self.files: dict[int, torch.Tensor] = {}
+
+    def bytes_at(self, file: int, offset: int, num_bytes: int) -> torch.Tensor:
+        """A part of the peer's memory."""
+        if file not in self.files:
+            self.files[file] = bytes_of(map_file(self.pid, file))
+        return self.files[file][offset : offset + num_bytes]
+
+    @property
+    def gone(self) -> bool:
+        return bool(select.select([self.alive], [], [], 0)[0])
+
+
+class ShmPending:
+    """One call under way: what it waits for, and who still reads what it sent."""
+
+    def __init__(self, owner: ShmCollectives, verb: int, call: int) -> None:
+        self._owner, self.verb, self._call = owner, verb, call
+        self.waits_for: set[int] = set()
+        self.owed: list[tuple[_Peer, int, int]] = []  # who is to be done with how many messages of a channel
+
+    @property
+    def what(self) -> str:
+        return f"{_VERBS[self.verb]} (call {self._call})"
+
+    def wait(self) -> None:
+        self.arrive()
+        self.drain()
+
+    def arrive(self) -> None:
+        """Returns when all receives are there; sends may still be read."""
+        if self.waits_for:
+            self._owner.until(lambda: not self.waits_for, self.what, lambda: self.waits_for)
+
+    def drain(self) -> None:
+        """Returns when nobody reads what was sent any more."""
+        if self.owed and self._left():
+            self._owner.until(lambda: not self._left(), self.what, lambda: {peer.rank for peer, _, _ in self.owed})
+
+    def _left(self) -> bool:
+        number = self._owner.number
+        self.owed = [owed for owed in self.owed if owed[0].box.done(number, owed[1]) < owed[2]]
+        return bool(self.owed)
+
+
+class Lent(ShmPending):
+    """Memory of others to read, and to add to: each owns the part that it is lent until it has done with it."""
+
+    parts: list[list[torch.Tensor]]
+    _taken: list[tuple[_Peer, int]]
+
+    def wait(self) -> None:
+        self.arrive()
+
+    def received(self) -> list[list[torch.Tensor]]:
+        """For each rank, what it lends."""
+        self.arrive()
+        return self.parts
+
+    def done(self) -> None:
+        """Says that it was read."""
+        for peer, channel in self._taken:
+            self._owner.box.mark_done(peer.number, channel)
+        self._taken, self.parts = [], []
+
+
+Taker = Callable[[_Peer, int, Message], bool]  # returns whether the message is done with
+
+
+class ShmCollectives:
+    """`Collectives` of the ranks of one host; see the module's docstring.
+
+    Args:
+        outer: The same ranks over a process group: for what goes through the job's store.
+        box: This rank's mailbox.
+        number: Of this rank on the host.
+        peers: The host's others.
+        spins: Looks before the first pause.
+    """
+
+    shares_memory = True
+
+    def __init__(self, outer: C10dCollectives, box: Mailbox, number: int, peers: Sequence[_Peer], spins: int) -> None:
+        self.outer, self.box, self.number, self.peers = outer, box, number, list(peers)
+        self.rank, self.world_size, self.timeout_s = outer.rank, outer.world_size, outer.timeout_s
+        self._peer = {peer.rank: peer for peer in peers}
+        self._boxes = [peer.box for peer in peers]
+        self._arena = Arena()
+        self._spins = spins
+        self._sent: dict[tuple[int, int], int] = defaultdict(int)
+        self._arrived: dict[tuple[int, int], deque[Message]] = defaultdict(deque)
+        self._expected: dict[tuple[int, int], deque[tuple[ShmPending, Taker]]] = defaultdict(deque)
+        self._kept: deque[tuple[ShmPending, list[torch.Tensor]]] = deque()  # sent, and perhaps still read
+        self._calls = 0
+        self.bytes_sent = 0
+
+    # Verbs
+
+    def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        if device.type == "cpu" and numel:
+            with contextlib.suppress(OSError):
+                return self._arena.empty(numel * dtype.itemsize).view(dtype)
+        return torch.empty(numel, dtype=dtype, device=device)
+
+    def exchange_shards(self, sends: Parts, receives: Parts, channel: int = 0) -> ShmPending:
+        pending = self._begin(_EXCHANGE)
+        for peer in self.peers:
+            if targets := [part for part in receives[peer.rank] if part.numel()]:
+                self._expect(peer, channel, pending, self._copier(targets, pending))
+        self._post(pending, channel, [[part for part in parts if part.numel()] for parts in sends])
+        return pending
+
+    def all_gather(self, parts: Parts, channel: int = 0) -> ShmPending:
+        pending = self._begin(_GATHER)
+        for peer in self.peers:
+            if targets := [part for part in parts[peer.rank] if part.numel()]:
+                self._expect(peer, channel, pending, self._copier(targets, pending))
+        self._post_all(pending, channel, [part for part in parts[self.rank] if part.numel()])
+        return pending
+
+    def lend_shards(
+        self,
+        sends: Parts,
+        counts: Sequence[int],
+        length: int,
+        inbox: Callable[[int], torch.Tensor],
+        channel: int = 0,
+    ) -> Lent:
+        call = self._begin(_LEND, Lent)
+        assert isinstance(call, Lent)
+        call.parts, call._taken = [[] for _ in range(self.world_size)], []
+        dtype = inbox(0).dtype
+        for peer in self.peers:
+            if counts[peer.rank] and length:
+                self._expect(peer, channel, call, self._lender(call, counts[peer.rank], length, dtype))
+        self._post(call, channel, [[part for part in parts if part.numel()] for parts in sends])
+        return call
+
+    def broadcast(self, tensors: Sequence[torch.Tensor], src: int = 0) -> None:
+        there = [tensor.detach() for tensor in tensors if tensor.numel()]
+        for start in range(0, len(there), _MOST_PIECES):
+            part, pending = there[start : start + _MOST_PIECES], self._begin(_BROADCAST)
+            if src == self.rank:
+                self._post_all(pending, 0, part)
+            else:
+                self._expect(self._peer[src], 0, pending, self._copier(part, pending))
+            pending.wait()
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        pending, found = self._begin(_OBJECTS), {self.rank: value}
+
+        def take(peer: _Peer, channel: int, message: Message) -> bool:
+            (data,) = self._data(peer, message)
+            found[peer.rank] = pickle.loads(data.numpy().tobytes())
+            return True
+
+        for peer in self.peers:
+            self._expect(peer, _OBJECTS_CHANNEL, pending, take)
+        data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        self._post_all(pending, _OBJECTS_CHANNEL, [data])
+        pending.arrive()
+        return [found[rank] for rank in range(self.world_size)]
+
+    def barrier(self, what: str = "barrier") -> None:
+        self.box.come()
+        count = self.box.barriers
+
+        def missing() -> set[int]:
+            return {peer.rank for peer in self.peers if peer.box.barriers < count}
+
+        self.until(lambda: all(box.barriers >= count for box in self._boxes), what, missing, must=True)
+
+    def abort(self) -> None:
+        self.box.stop()
+        self.outer.abort()
+
+    def close(self) -> None:
+        """Gives the memory back; what others still read stays until they have."""
+        self._arena.close()
+        for peer in self.peers:
+            os.close(peer.alive)
+        self.peers = []
+
+    # Sending
+
+    def _begin(self, verb: int, kind: type[ShmPending] = ShmPending) -> ShmPending:
+        self._calls += 1
+        while self._kept and not self._kept[0][0]._left():
+            self._kept.popleft()
+        return kind(self, verb, self._calls)
+
+    def _post(self, pending: ShmPending, channel: int, sends: Sequence[Sequence[torch.Tensor]]) -> None:
+        tables: list[Any] = [None] * (len(self.peers) + 1)
+        kept: list[torch.Tensor] = []
+        budget = _MOST_INLINE // len(tables)
+        for peer in self.peers:
+            if parts := sends[peer.rank]:
+                tables[peer.number] = self._table(parts, kept, budget)
+                self._owe(pending, peer, channel)
+        self._write(pending, channel, tables, kept, shared=False)
+
+    def _post_all(self, pending: ShmPending, channel: int, parts: Sequence[torch.Tensor]) -> None:
+        if parts:
+            kept: list[torch.Tensor] = []
+            table = self._table(parts, kept, _MOST_INLINE)
+            for peer in self.peers:
+                self._owe(pending, peer, channel)
+            self._write(pending, channel, [table], kept, shared=True)
+
+    def _owe(self, pending: ShmPending, peer: _Peer, channel: int) -> None:
+        slot = (peer.rank, channel % 509)
+        self._sent[slot] += 1
+        pending.owed.append((peer, channel, self._sent[slot]))
+
+    def _table(
+        self, parts: Sequence[torch.Tensor], kept: list[torch.Tensor], budget: int
+    ) -> list[tuple[int, int, torch.Tensor]]:
+        table = []
+        for part in parts:
+            data = _flat_bytes(part)
+            if len(data) <= min(INLINE_BYTES, budget):
+                budget -= len(data)
+                table.append((-1, 0, data))
+                continue
+            place = self._arena.locate(data)
+            if place is None:
+                staged = self._staged(data)
+                place, data = self._arena.locate(staged), staged
+                assert place is not None
+            kept.append(data)
+            self.bytes_sent += len(data)
+            table.append((*place, data))
+        return table
+
+    def _staged(self, data: torch.Tensor) -> torch.Tensor:
+        try:
+            return self._arena.empty(len(data)).copy_(data)
+        except OSError as error:
+            raise CommError(
+                f"rank {self.rank} has no shared memory for {len(data):,} bytes: {error.strerror}"
+            ) from error
+
+    def _write(self, pending: ShmPending, channel: int, tables: Any, kept: list[torch.Tensor], shared: bool) -> None:
+        if not pending.owed:
+            return
+        header, data = encode(pending.verb, channel, tables, shared)
+        if not self.box.room(self._boxes, self.number, header[0]):
+            self.until(
+                lambda: self.box.room(self._boxes, self.number, header[0]), pending.what, lambda: set(self._peer)
+            )
+        self.box.post(header, data)
+        if kept:
+            self._kept.append((pending, kept))
+        else:
+            pending.owed = []  # all of it lies in the message
+
+    # Receiving
+
+    def _expect(self, peer: _Peer, channel: int, pending: ShmPending, take: Taker) -> None:
+        pending.waits_for.add(peer.rank)
+        self._expected[peer.rank, channel].append((pending, take))
+        self._match(peer, channel)
+
+    def _match(self, peer: _Peer, channel: int) -> None:
+        arrived, expected = self._arrived[peer.rank, channel], self._expected[peer.rank, channel]
+        while arrived and expected:
+            message, (pending, take) = arrived.popleft(), expected.popleft()
+            if message.verb != pending.verb:
+                raise CommError(
+                    f"rank {peer.rank} is in {_VERBS[message.verb]} while rank {self.rank} is in {pending.what}: the "
+                    "ranks' loops differ"
+                )
+            if take(peer, channel, message):
+                self.box.mark_done(peer.number, channel)
+            pending.waits_for.discard(peer.rank)
+
+    def _progress(self) -> None:
+        for peer in self.peers:
+
+            def take(channel: int, message: Message, peer: _Peer = peer) -> None:
+                self._arrived[peer.rank, channel].append(message)
+                self._match(peer, channel)
+
+            peer.box.read(self.box, peer.number, self.number, take)
+
+    def _data(self, peer: _Peer, message: Message) -> list[torch.Tensor]:
+        return [
+            peer.bytes_at(piece.file, piece.offset, piece.num_bytes) if piece.inline is None else piece.inline
+            for piece in message.pieces
+        ]
+
+    def _copier(self, targets: Sequence[torch.Tensor], pending: ShmPending) -> Taker:
+        def take(peer: _Peer, channel: int, message: Message) -> bool:
+            views = [_flat_bytes(target) for target in targets]
+            self._check(peer, pending, [len(view) for view in views], message)
+            for view, data in zip(views, self._data(peer, message), strict=True):
+                view.copy_(data)
+            return True
+
+        return take
+
+    def _lender(self, call: Lent, count: int, length: int, dtype: torch.dtype) -> Taker:
+        def take(peer: _Peer, channel: int, message: Message) -> bool:
+            self._check(peer, call, [length * dtype.itemsize] * count, message)
+            call.parts[peer.rank] = [data.view(dtype) for data in self._data(peer, message)]
+            call._taken.append((peer, channel))
+            return False
+
+        return take
+
+    def _check(self, peer: _Peer, pending: ShmPending, sizes: Sequence[int], message: Message) -> None:
+        sent = [piece.num_bytes for piece in message.pieces]
+        if sent != list(sizes):
+            raise CommError(
+                f"rank {peer.rank} sends {sent} bytes to rank {self.rank}, which expects {list(sizes)} in "
+                f"{pending.what}: the ranks' loops or models differ"
+            )
+
+    # Waiting
+
+    def until(self, ready: Callable[[], bool], what: str, missing: Callable[[], set[int]], must: bool = False) -> None:
+        """Takes what comes until `ready`.
+
+        Args:
+            ready: What is waited for.
+            what: In which call.
+            missing: Who has not come.
+            must: Every rank has to call it, says the error.
+
+        Raises:
+            CommError: a peer has failed, is gone, or did not come in time.
+        """
+        looks, started, pause_s, looked_s = 0, 0.0, _SLEEP_S, 0.0
+        while True:
+            self._progress()
+            if ready():
+                return
+            looks += 1
+            if looks < self._spins:
+                continue
+            now = time.monotonic()
+            started = started or now
+            if now - started < _YIELDS_S:
+                os.sched_yield()
+                continue
+            time.sleep(pause_s)
+            pause_s = min(1.5 * pause_s, _MOST_SLEEP_S)
+            if now - looked_s > _LOOK_S:
+                looked_s = now
+                self._look(ready, what, missing, now - started, must)
+
+    def _look(
+        self, ready: Callable[[], bool], what: str, missing: Callable[[], set[int]], waited_s: float, must: bool
+    ) -> None:
+        bad = [peer for peer in self.peers if peer.rank in missing() and (peer.box.stopped or peer.gone)]
+        if bad:
+            self._progress()  # what it did before counts
+            if ready():
+                return
+        if not bad and waited_s < self.timeout_s:
+            return
+        names = ", ".join(map(str, sorted(missing())))
+        if bad and must:
+            said = f"rank {self.rank} waits in {what} for nothing"
+        elif bad:
+            said = f"rank {self.rank} could not finish {what}: rank {', '.join(str(peer.rank) for peer in bad)} is gone"
+        elif must:
+            said = f"rank {self.rank} waited {self.timeout_s:g} s in {what}; missing: rank {names}"
+        else:
+            said = f"rank {self.rank} could not finish {what}: waited {self.timeout_s:g} s for rank {names}"
+        raise CommError(
+            said + self.outer.news(what, wait_s=0.0 if must and not bad else 2.0) + ". Every rank must call it" * must
+        )
+
+
+def _flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """A dense tensor's bytes, in the order of its memory."""
+    if tensor.dim() != 1:
+        tensor = tensor.as_strided((tensor.numel(),), (1,))
+    return tensor if tensor.dtype == torch.uint8 else tensor.view(torch.uint8)
+
+
+def connect(outer: C10dCollectives, spin: bool) -> ShmCollectives | str:
+    """Lets all ranks of a job, which share this host, see each other's memory. Collective.
+
+    Args:
+        outer: The ranks.
+        spin: Each has a core of its own.
+
+    Returns:
+        The ranks, or why it cannot be: on all of them.
+    """
+    token = secrets.randbits(62)
+    own: tuple[int, Mailbox] | None = None
+    peers: list[_Peer] = []
+    word: tuple[int, int, int] | str
+    try:
+        own = Mailbox.make(outer.world_size)
+        own[1].sign(token)
+        word = os.getpid(), own[0], token
+    except (OSError, AttributeError) as error:  # not Linux
+        word = f"rank {outer.rank} has no shared memory: {error}"
+    words = outer.gather_objects(word)
+    reason = next((said for said in words if isinstance(said, str)), "")
+    if not reason:
+        try:
+            for rank, (pid, file, theirs) in enumerate(words):
+                if rank != outer.rank:
+                    box = Mailbox.see(pid, file, outer.world_size, theirs)
+                    peers.append(_Peer(rank, rank, pid, box, os.pidfd_open(pid)))
+        except OSError as error:
+            reason = f"rank {outer.rank} cannot see the memory of the others: {error.strerror or error}"
+        reason = next((said for said in outer.gather_objects(reason) if said), "")
+    if own is not None:
+        os.close(own[0])  # all have it mapped
+    if reason or own is None:
+        for peer in peers:
+            os.close(peer.alive)
+        return reason
+    return ShmCollectives(outer, own[1], outer.rank, peers, _SPINS if spin else 1)
