@@ -46,7 +46,7 @@ def many_small_ones() -> None:
 
 
 def test_a_full_ring_waits_for_its_readers() -> None:
-    run_world(3, many_small_ones)
+    run_world(3, many_small_ones, transport="shm")
 
 
 def large_ones() -> int:
@@ -124,7 +124,7 @@ def leaves() -> None:
 
 def test_nothing_is_left_when_all_are_killed() -> None:
     before = set(Path("/dev/shm").iterdir())
-    outcomes = outcomes_of_world(3, leaves)
+    outcomes = outcomes_of_world(3, leaves, transport="shm")
     assert [outcome.exit_code for outcome in outcomes] == [-9] * 3
     assert {path.name for path in set(Path("/dev/shm").iterdir()) - before if "unisono" in path.name} == set()
 

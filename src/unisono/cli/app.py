@@ -7,6 +7,7 @@ import traceback
 
 import typer
 
+from unisono.cli.bench import bench
 from unisono.cli.checkpoint import app as checkpoint
 from unisono.cli.run import run
 from unisono.cli.stage import stage
@@ -25,6 +26,7 @@ app = typer.Typer(
 app.command()(train)
 app.command()(verify)
 app.command()(stage)
+app.command()(bench)
 app.add_typer(checkpoint, name="checkpoint")
 app.command(context_settings={"allow_interspersed_args": False})(run)
 

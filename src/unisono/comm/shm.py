@@ -8,6 +8,7 @@ the arena first. Nobody works in the background: a rank takes what has come whil
 from __future__ import annotations
 
 import contextlib
+import mmap
 import os
 import pickle
 import secrets
@@ -21,7 +22,7 @@ from typing import Any
 import torch
 
 from unisono.comm.api import Parts
-from unisono.comm.arena import Arena, bytes_of, map_file
+from unisono.comm.arena import Arena, map_file
 from unisono.comm.c10d import C10dCollectives
 from unisono.comm.mailbox import INLINE_BYTES, Mailbox, Message, encode
 from unisono.errors import CommError
@@ -48,13 +49,13 @@ class _Peer:
     alive: int  # a descriptor that can be read once the process is gone
 
     def __post_init__(self) -> None:
-        self.files: dict[int, torch.Tensor] = {}
+        self.files: dict[int, mmap.mmap] = {}
 
     def bytes_at(self, file: int, offset: int, num_bytes: int) -> torch.Tensor:
         """A part of the peer's memory."""
         if file not in self.files:
-            self.files[file] = bytes_of(map_file(self.pid, file))
-        return self.files[file][offset : offset + num_bytes]
+            self.files[file] = map_file(self.pid, file)
+        return torch.frombuffer(self.files[file], dtype=torch.uint8, count=num_bytes, offset=offset)
 
     @property
     def gone(self) -> bool:

@@ -54,7 +54,7 @@ class FlatWeights:
         self._places = everything if self.resident else self._held[comm.rank]
         self._kept = [self.flat[place.start : place.stop] for place in self._places]
         if not self.resident:
-            self._kept = [part.clone() for part in self._kept]
+            self._kept = [comm.empty(len(part), part.dtype, part.device).copy_(part) for part in self._kept]
             # Read, it is no number; written to, it is an error: nobody takes it for the weights.
             nan = torch.full((), torch.nan, dtype=group.dtype, device=group.device)
             self._away = [nan.expand(like.shape) for like in group.templates]

@@ -1,0 +1,1 @@
+"""What a step costs: unisono beside what a user would pick instead, measured in turn in one run."""
