@@ -117,3 +117,10 @@ class Arena:
         self._chunks, self._starts, self._filling = [], [], None
         self._free.clear()
         self._refs.clear()
+
+
+def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """A dense tensor's bytes, in the order of its memory."""
+    if tensor.dim() != 1:
+        tensor = tensor.as_strided((tensor.numel(),), (1,))
+    return tensor if tensor.dtype == torch.uint8 else tensor.view(torch.uint8)

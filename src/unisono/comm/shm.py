@@ -8,114 +8,33 @@ the arena first. Nobody works in the background: a rank takes what has come whil
 from __future__ import annotations
 
 import contextlib
-import mmap
 import os
 import pickle
 import secrets
-import select
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from unisono.comm.api import Parts
-from unisono.comm.arena import Arena, map_file
+from unisono.comm.arena import Arena, flat_bytes
 from unisono.comm.c10d import C10dCollectives
+from unisono.comm.calls import BROADCAST, EXCHANGE, GATHER, LEND, OBJECTS, VERBS, Lent, ShmPending, in_rounds
 from unisono.comm.mailbox import INLINE_BYTES, Mailbox, Message, encode
+from unisono.comm.peer import Peer
 from unisono.errors import CommError
 
-_VERBS = ("exchange_shards", "all_gather", "broadcast", "gather_objects", "lend_shards")
-_EXCHANGE, _GATHER, _BROADCAST, _OBJECTS, _LEND = range(5)
 _OBJECTS_CHANNEL = 508
 _MOST_INLINE = 64 * 1024  # of one message
-_MOST_PIECES = 4096
 # How to wait, see docs/design/0008: where each rank has a core of its own the answer is often there within
 # microseconds; where it has not, the others need the core to answer at all.
 _SPINS, _YIELDS_S, _SLEEP_S, _MOST_SLEEP_S = 50, 0.002, 20e-6, 0.001
 _LOOK_S = 0.1  # between two looks at whether the others live
 
 
-@dataclass
-class _Peer:
-    """Another rank of this host."""
-
-    rank: int
-    number: int  # among those of the host
-    pid: int
-    box: Mailbox
-    alive: int  # a descriptor that can be read once the process is gone
-
-    def __post_init__(self) -> None:
-        self.files: dict[int, mmap.mmap] = {}
-
-    def bytes_at(self, file: int, offset: int, num_bytes: int) -> torch.Tensor:
-        """A part of the peer's memory."""
-        if file not in self.files:
-            self.files[file] = map_file(self.pid, file)
-        return torch.frombuffer(self.files[file], dtype=torch.uint8, count=num_bytes, offset=offset)
-
-    @property
-    def gone(self) -> bool:
-        return bool(select.select([self.alive], [], [], 0)[0])
-
-
-class ShmPending:
-    """One call under way: what it waits for, and who still reads what it sent."""
-
-    def __init__(self, owner: ShmCollectives, verb: int, call: int) -> None:
-        self._owner, self.verb, self._call = owner, verb, call
-        self.waits_for: set[int] = set()
-        self.owed: list[tuple[_Peer, int, int]] = []  # who is to be done with how many messages of a channel
-
-    @property
-    def what(self) -> str:
-        return f"{_VERBS[self.verb]} (call {self._call})"
-
-    def wait(self) -> None:
-        self.arrive()
-        self.drain()
-
-    def arrive(self) -> None:
-        """Returns when all receives are there; sends may still be read."""
-        if self.waits_for:
-            self._owner.until(lambda: not self.waits_for, self.what, lambda: self.waits_for)
-
-    def drain(self) -> None:
-        """Returns when nobody reads what was sent any more."""
-        if self.owed and self._left():
-            self._owner.until(lambda: not self._left(), self.what, lambda: {peer.rank for peer, _, _ in self.owed})
-
-    def _left(self) -> bool:
-        number = self._owner.number
-        self.owed = [owed for owed in self.owed if owed[0].box.done(number, owed[1]) < owed[2]]
-        return bool(self.owed)
-
-
-class Lent(ShmPending):
-    """Memory of others to read, and to add to: each owns the part that it is lent until it has done with it."""
-
-    parts: list[list[torch.Tensor]]
-    _taken: list[tuple[_Peer, int]]
-
-    def wait(self) -> None:
-        self.arrive()
-
-    def received(self) -> list[list[torch.Tensor]]:
-        """For each rank, what it lends."""
-        self.arrive()
-        return self.parts
-
-    def done(self) -> None:
-        """Says that it was read."""
-        for peer, channel in self._taken:
-            self._owner.box.mark_done(peer.number, channel)
-        self._taken, self.parts = [], []
-
-
-Taker = Callable[[_Peer, int, Message], bool]  # returns whether the message is done with
+Taker = Callable[[Peer, int, Message], bool]  # returns whether the message is done with
 
 
 class ShmCollectives:
@@ -131,7 +50,7 @@ class ShmCollectives:
 
     shares_memory = True
 
-    def __init__(self, outer: C10dCollectives, box: Mailbox, number: int, peers: Sequence[_Peer], spins: int) -> None:
+    def __init__(self, outer: C10dCollectives, box: Mailbox, number: int, peers: Sequence[Peer], spins: int) -> None:
         self.outer, self.box, self.number, self.peers = outer, box, number, list(peers)
         self.rank, self.world_size, self.timeout_s = outer.rank, outer.world_size, outer.timeout_s
         self._peer = {peer.rank: peer for peer in peers}
@@ -154,7 +73,7 @@ class ShmCollectives:
         return torch.empty(numel, dtype=dtype, device=device)
 
     def exchange_shards(self, sends: Parts, receives: Parts, channel: int = 0) -> ShmPending:
-        pending = self._begin(_EXCHANGE)
+        pending = self._begin(EXCHANGE)
         for peer in self.peers:
             if targets := [part for part in receives[peer.rank] if part.numel()]:
                 self._expect(peer, channel, pending, self._copier(targets, pending))
@@ -162,7 +81,7 @@ class ShmCollectives:
         return pending
 
     def all_gather(self, parts: Parts, channel: int = 0) -> ShmPending:
-        pending = self._begin(_GATHER)
+        pending = self._begin(GATHER)
         for peer in self.peers:
             if targets := [part for part in parts[peer.rank] if part.numel()]:
                 self._expect(peer, channel, pending, self._copier(targets, pending))
@@ -177,7 +96,7 @@ class ShmCollectives:
         inbox: Callable[[int], torch.Tensor],
         channel: int = 0,
     ) -> Lent:
-        call = self._begin(_LEND, Lent)
+        call = self._begin(LEND, Lent)
         assert isinstance(call, Lent)
         call.parts, call._taken = [[] for _ in range(self.world_size)], []
         dtype = inbox(0).dtype
@@ -188,9 +107,8 @@ class ShmCollectives:
         return call
 
     def broadcast(self, tensors: Sequence[torch.Tensor], src: int = 0) -> None:
-        there = [tensor.detach() for tensor in tensors if tensor.numel()]
-        for start in range(0, len(there), _MOST_PIECES):
-            part, pending = there[start : start + _MOST_PIECES], self._begin(_BROADCAST)
+        for part in in_rounds([tensor.detach() for tensor in tensors if tensor.numel()]):
+            pending = self._begin(BROADCAST)
             if src == self.rank:
                 self._post_all(pending, 0, part)
             else:
@@ -198,9 +116,9 @@ class ShmCollectives:
             pending.wait()
 
     def gather_objects(self, value: Any) -> list[Any]:
-        pending, found = self._begin(_OBJECTS), {self.rank: value}
+        pending, found = self._begin(OBJECTS), {self.rank: value}
 
-        def take(peer: _Peer, channel: int, message: Message) -> bool:
+        def take(peer: Peer, channel: int, message: Message) -> bool:
             (data,) = self._data(peer, message)
             found[peer.rank] = pickle.loads(data.numpy().tobytes())
             return True
@@ -258,7 +176,7 @@ class ShmCollectives:
                 self._owe(pending, peer, channel)
             self._write(pending, channel, [table], kept, shared=True)
 
-    def _owe(self, pending: ShmPending, peer: _Peer, channel: int) -> None:
+    def _owe(self, pending: ShmPending, peer: Peer, channel: int) -> None:
         slot = (peer.rank, channel % 509)
         self._sent[slot] += 1
         pending.owed.append((peer, channel, self._sent[slot]))
@@ -268,7 +186,7 @@ class ShmCollectives:
     ) -> list[tuple[int, int, torch.Tensor]]:
         table = []
         for part in parts:
-            data = _flat_bytes(part)
+            data = flat_bytes(part)
             if len(data) <= min(INLINE_BYTES, budget):
                 budget -= len(data)
                 table.append((-1, 0, data))
@@ -307,18 +225,18 @@ class ShmCollectives:
 
     # Receiving
 
-    def _expect(self, peer: _Peer, channel: int, pending: ShmPending, take: Taker) -> None:
+    def _expect(self, peer: Peer, channel: int, pending: ShmPending, take: Taker) -> None:
         pending.waits_for.add(peer.rank)
         self._expected[peer.rank, channel].append((pending, take))
         self._match(peer, channel)
 
-    def _match(self, peer: _Peer, channel: int) -> None:
+    def _match(self, peer: Peer, channel: int) -> None:
         arrived, expected = self._arrived[peer.rank, channel], self._expected[peer.rank, channel]
         while arrived and expected:
             message, (pending, take) = arrived.popleft(), expected.popleft()
             if message.verb != pending.verb:
                 raise CommError(
-                    f"rank {peer.rank} is in {_VERBS[message.verb]} while rank {self.rank} is in {pending.what}: the "
+                    f"rank {peer.rank} is in {VERBS[message.verb]} while rank {self.rank} is in {pending.what}: the "
                     "ranks' loops differ"
                 )
             if take(peer, channel, message):
@@ -328,38 +246,39 @@ class ShmCollectives:
     def _progress(self) -> None:
         for peer in self.peers:
 
-            def take(channel: int, message: Message, peer: _Peer = peer) -> None:
+            def take(channel: int, message: Message, peer: Peer = peer) -> None:
                 self._arrived[peer.rank, channel].append(message)
                 self._match(peer, channel)
 
             peer.box.read(self.box, peer.number, self.number, take)
 
-    def _data(self, peer: _Peer, message: Message) -> list[torch.Tensor]:
+    def _data(self, peer: Peer, message: Message) -> list[torch.Tensor]:
         return [
             peer.bytes_at(piece.file, piece.offset, piece.num_bytes) if piece.inline is None else piece.inline
             for piece in message.pieces
         ]
 
     def _copier(self, targets: Sequence[torch.Tensor], pending: ShmPending) -> Taker:
-        def take(peer: _Peer, channel: int, message: Message) -> bool:
-            views = [_flat_bytes(target) for target in targets]
+        def take(peer: Peer, channel: int, message: Message) -> bool:
+            views = [flat_bytes(target) for target in targets]
             self._check(peer, pending, [len(view) for view in views], message)
             for view, data in zip(views, self._data(peer, message), strict=True):
                 view.copy_(data)
+            peer.forget(message)
             return True
 
         return take
 
     def _lender(self, call: Lent, count: int, length: int, dtype: torch.dtype) -> Taker:
-        def take(peer: _Peer, channel: int, message: Message) -> bool:
+        def take(peer: Peer, channel: int, message: Message) -> bool:
             self._check(peer, call, [length * dtype.itemsize] * count, message)
             call.parts[peer.rank] = [data.view(dtype) for data in self._data(peer, message)]
-            call._taken.append((peer, channel))
+            call._taken.append((peer, channel, message))
             return False
 
         return take
 
-    def _check(self, peer: _Peer, pending: ShmPending, sizes: Sequence[int], message: Message) -> None:
+    def _check(self, peer: Peer, pending: ShmPending, sizes: Sequence[int], message: Message) -> None:
         sent = [piece.num_bytes for piece in message.pieces]
         if sent != list(sizes):
             raise CommError(
@@ -424,13 +343,6 @@ class ShmCollectives:
         )
 
 
-def _flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """A dense tensor's bytes, in the order of its memory."""
-    if tensor.dim() != 1:
-        tensor = tensor.as_strided((tensor.numel(),), (1,))
-    return tensor if tensor.dtype == torch.uint8 else tensor.view(torch.uint8)
-
-
 def connect(outer: C10dCollectives, spin: bool) -> ShmCollectives | str:
     """Lets all ranks of a job, which share this host, see each other's memory. Collective.
 
@@ -443,7 +355,7 @@ def connect(outer: C10dCollectives, spin: bool) -> ShmCollectives | str:
     """
     token = secrets.randbits(62)
     own: tuple[int, Mailbox] | None = None
-    peers: list[_Peer] = []
+    peers: list[Peer] = []
     word: tuple[int, int, int] | str
     try:
         own = Mailbox.make(outer.world_size)
@@ -458,7 +370,7 @@ def connect(outer: C10dCollectives, spin: bool) -> ShmCollectives | str:
             for rank, (pid, file, theirs) in enumerate(words):
                 if rank != outer.rank:
                     box = Mailbox.see(pid, file, outer.world_size, theirs)
-                    peers.append(_Peer(rank, rank, pid, box, os.pidfd_open(pid)))
+                    peers.append(Peer(rank, rank, pid, box, os.pidfd_open(pid)))
         except OSError as error:
             reason = f"rank {outer.rank} cannot see the memory of the others: {error.strerror or error}"
         reason = next((said for said in outer.gather_objects(reason) if said), "")
