@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from unisono.checkpoint.writer import CheckpointError
+    from unisono.comm.backend import register_backend
     from unisono.data.stage import StageError, stage
     from unisono.errors import CommError, InputError, UnisonoError
     from unisono.numerics.digest import weights_digest
@@ -24,6 +25,7 @@ __all__ = [
     "Trainer",
     "UnisonoError",
     "init",
+    "register_backend",
     "stage",
     "weights_digest",
 ]
@@ -38,6 +40,7 @@ _HOMES = {
     "Trainer": "trainer",
     "UnisonoError": "errors",
     "init": "opening",
+    "register_backend": "comm.backend",
     "stage": "data.stage",
     "weights_digest": "numerics.digest",
 }

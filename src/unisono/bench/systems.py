@@ -16,13 +16,15 @@ from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler
 
 from unisono.bench.workloads import Workload
+from unisono.comm.backend import register_backend
 from unisono.opening import init
 
 Step = Callable[[], None]
 LR = 1e-4
 
 OURS = [f"unisono-{s}-{t}" for t in ("shm", "gloo") for s in ("ddp", "zero1", "zero2", "zero3")]
-TORCH = ["ddp", "zero-redundancy", "fsdp2"]
+# The last two are torch's own, on our transport.
+TORCH = ["ddp", "zero-redundancy", "fsdp2", "ddp-on-shm", "fsdp2-on-shm"]
 # The module that a peer needs.
 PEERS = {
     "accelerate": "accelerate",
@@ -39,6 +41,13 @@ def installed() -> list[str]:
 def make_step(system: str, work: Workload) -> Step:
     """Sets a system up on this rank; returns what does one step."""
     torch.manual_seed(0)
+    system, _, on = system.partition("-on-")
+    backend = "gloo"
+    if on:
+        register_backend()
+        backend = "unisono"
+    if system in ("plain", *TORCH):
+        dist.init_process_group(backend)
     kind, *rest = system.split("-")
     if kind == "unisono":
         return _unisono(work, *rest)
@@ -92,13 +101,11 @@ def _unisono(work: Workload, strategy: str, transport: str) -> Step:
 
 def _plain(work: Workload) -> Step:
     """No communication at all: what all others are compared with."""
-    dist.init_process_group("gloo")
     model = work.model()
     return _loop(work, model, _adamw(model), _sampled(work))
 
 
 def _ddp(work: Workload) -> Step:
-    dist.init_process_group("gloo")
     model = nn.parallel.DistributedDataParallel(work.model())
     return _loop(work, model, _adamw(model), _sampled(work))
 
@@ -106,7 +113,6 @@ def _ddp(work: Workload) -> Step:
 def _zero_redundancy(work: Workload) -> Step:
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
-    dist.init_process_group("gloo")
     model = nn.parallel.DistributedDataParallel(work.model())
     optimizer = ZeroRedundancyOptimizer(model.parameters(), optimizer_class=torch.optim.AdamW, lr=LR)
     return _loop(work, model, optimizer, _sampled(work))
@@ -116,7 +122,6 @@ def _fsdp2(work: Workload) -> Step:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     model = work.model()
     for block in work.blocks(model):

@@ -86,8 +86,9 @@ def _systems(peers: str, systems: str | None) -> list[str]:
 def _table(rows: Sequence[Row]) -> Table:
     name = rows[0].workload
     table = Table(title=f"{name}: {WORKLOADS[name].about}; {rows[0].nproc} processes", title_justify="left")
-    for head in ("system", "ms a step", "to plain", "spread", "MB a rank", "s to first step", "KB on the wire"):
-        table.add_column(head, justify="left" if head == "system" else "right")
+    table.add_column("system", no_wrap=True)
+    for head in ("ms a step", "to plain", "spread", "MB a rank", "first step s", "wire KB"):
+        table.add_column(head, justify="right")
     for row in rows:
         table.add_row(
             row.system,

@@ -14,13 +14,12 @@ import secrets
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from unisono.comm.api import Parts
 from unisono.comm.arena import Arena, flat_bytes
-from unisono.comm.c10d import C10dCollectives
 from unisono.comm.calls import BROADCAST, EXCHANGE, GATHER, LEND, OBJECTS, VERBS, Lent, ShmPending, in_rounds
 from unisono.comm.mailbox import INLINE_BYTES, Mailbox, Message, encode
 from unisono.comm.peer import Peer
@@ -32,6 +31,26 @@ _MOST_INLINE = 64 * 1024  # of one message
 # microseconds; where it has not, the others need the core to answer at all.
 _SPINS, _YIELDS_S, _SLEEP_S, _MOST_SLEEP_S = 50, 0.002, 20e-6, 0.001
 _LOOK_S = 0.1  # between two looks at whether the others live
+
+
+class Outer(Protocol):
+    """The same ranks by another way, for what memory is not for."""
+
+    rank: int
+    world_size: int
+    timeout_s: float
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """Every rank's value, on every rank."""
+        ...
+
+    def news(self, where: str, wait_s: float) -> str:
+        """Tells the others where this rank stops; returns what they have said, as the end of a sentence."""
+        ...
+
+    def abort(self) -> None:
+        """Drops the connections."""
+        ...
 
 
 Taker = Callable[[Peer, int, Message], bool]  # returns whether the message is done with
@@ -50,7 +69,7 @@ class ShmCollectives:
 
     shares_memory = True
 
-    def __init__(self, outer: C10dCollectives, box: Mailbox, number: int, peers: Sequence[Peer], spins: int) -> None:
+    def __init__(self, outer: Outer, box: Mailbox, number: int, peers: Sequence[Peer], spins: int) -> None:
         self.outer, self.box, self.number, self.peers = outer, box, number, list(peers)
         self.rank, self.world_size, self.timeout_s = outer.rank, outer.world_size, outer.timeout_s
         self._peer = {peer.rank: peer for peer in peers}
@@ -343,7 +362,7 @@ class ShmCollectives:
         )
 
 
-def connect(outer: C10dCollectives, spin: bool) -> ShmCollectives | str:
+def connect(outer: Outer, spin: bool) -> ShmCollectives | str:
     """Lets all ranks of a job, which share this host, see each other's memory. Collective.
 
     Args:
