@@ -24,7 +24,7 @@ def test_it_measures_in_turn_and_prints_rows(tmp_path: Path) -> None:
         assert 0 < row["spread"][0] <= row["ratio_to_plain"] <= row["spread"][1]
         assert 50 < row["peak_rss_mb"] < 5_000 and 0 < row["step_s"] < 10 and row["first_step_s"] > 0.1
     assert rows["plain"]["ratio_to_plain"] == 1.0
-    # Each rank sends its gradient to one other, in whatever parts. (Other tests use the network too, so no upper bound.)
+    # Each rank sends its gradient to one other, in whatever parts. (Other tests use it too: no upper bound.)
     assert rows["unisono-zero2-gloo"]["wire_bytes"] > 8970 * 4
     picture = ElementTree.parse(tmp_path / "bars.svg").getroot()
     texts = [element.text or "" for element in picture.iter() if element.tag.endswith("text")]

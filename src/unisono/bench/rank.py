@@ -29,7 +29,7 @@ def main() -> None:
     from unisono.bench.workloads import WORKLOADS
 
     def answer(**values: Any) -> None:
-        print(json.dumps(values), file=answers)
+        answers.write(json.dumps(values) + "\n")
 
     torch.set_num_threads(1)
     system, workload = sys.argv[1:]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import select
 import socket
 import statistics
@@ -19,6 +18,7 @@ from typing import Any
 
 from unisono.bench.workloads import WORKLOADS
 from unisono.errors import UnisonoError
+from unisono.launch.environment import environment_of_rank
 
 _START_S, _ROUND_S = 180.0, 120.0
 _AIM_S = 0.6  # of one round of a step without communication
@@ -75,19 +75,9 @@ class System:
         self.first_step_s = time.perf_counter() - started
 
     def _start(self, workload: str, rank: int, port: int) -> subprocess.Popen[str]:
-        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": self.nproc, "LOCAL_WORLD_SIZE": self.nproc}
-        environment = {
-            **os.environ,
-            **{name: str(value) for name, value in place.items()},
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-            "GROUP_RANK": "0",
-            "TORCHELASTIC_RUN_ID": "bench",  # as under torchrun, which Fabric asks for
-            "OMP_NUM_THREADS": "1",
-            "MKL_NUM_THREADS": "1",
-            "DS_ACCELERATOR": "cpu",
-            "ACCELERATE_USE_CPU": "true",
-        }
+        environment = environment_of_rank(rank, self.nproc, port)
+        environment |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+        environment |= {"DS_ACCELERATOR": "cpu", "ACCELERATE_USE_CPU": "true"}
         return subprocess.Popen(
             [sys.executable, "-m", "unisono.bench.rank", self.name, workload],
             env=environment,

@@ -6,7 +6,6 @@ Each function sets one up, in a process group's rank, and returns its step.
 from __future__ import annotations
 
 import importlib.util
-import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,6 +16,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from unisono.bench.workloads import Workload
 from unisono.comm.backend import register_backend
+from unisono.launch.environment import detect
 from unisono.opening import init
 
 Step = Callable[[], None]
@@ -143,7 +143,7 @@ def _accelerate(work: Workload) -> Step:
 def _fabric(work: Workload) -> Step:
     from lightning_fabric import Fabric
 
-    fabric = Fabric(accelerator="cpu", devices=int(os.environ["LOCAL_WORLD_SIZE"]), strategy="ddp")
+    fabric = Fabric(accelerator="cpu", devices=detect().local_world_size, strategy="ddp")
     fabric.launch()
     made = work.model()
     model, optimizer = fabric.setup(made, _adamw(made))

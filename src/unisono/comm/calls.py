@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -18,6 +18,26 @@ VERBS = ("exchange_shards", "all_gather", "broadcast", "gather_objects", "lend_s
 EXCHANGE, GATHER, BROADCAST, OBJECTS, LEND = range(5)
 MOST_PIECES = 4096
 STAGED_BYTES = 16 * 1024 * 1024
+
+
+class Outer(Protocol):
+    """The same ranks by another way, for what memory is not for."""
+
+    rank: int
+    world_size: int
+    timeout_s: float
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """Every rank's value, on every rank."""
+        ...
+
+    def news(self, where: str, wait_s: float) -> str:
+        """Tells the others where this rank stops; returns what they have said, as the end of a sentence."""
+        ...
+
+    def abort(self) -> None:
+        """Drops the connections."""
+        ...
 
 
 class ShmPending:

@@ -14,13 +14,13 @@ import secrets
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from unisono.comm.api import Parts
 from unisono.comm.arena import Arena, flat_bytes
-from unisono.comm.calls import BROADCAST, EXCHANGE, GATHER, LEND, OBJECTS, VERBS, Lent, ShmPending, in_rounds
+from unisono.comm.calls import BROADCAST, EXCHANGE, GATHER, LEND, OBJECTS, VERBS, Lent, Outer, ShmPending, in_rounds
 from unisono.comm.mailbox import INLINE_BYTES, Mailbox, Message, encode
 from unisono.comm.peer import Peer
 from unisono.errors import CommError
@@ -31,26 +31,6 @@ _MOST_INLINE = 64 * 1024  # of one message
 # microseconds; where it has not, the others need the core to answer at all.
 _SPINS, _YIELDS_S, _SLEEP_S, _MOST_SLEEP_S = 50, 0.002, 20e-6, 0.001
 _LOOK_S = 0.1  # between two looks at whether the others live
-
-
-class Outer(Protocol):
-    """The same ranks by another way, for what memory is not for."""
-
-    rank: int
-    world_size: int
-    timeout_s: float
-
-    def gather_objects(self, value: Any) -> list[Any]:
-        """Every rank's value, on every rank."""
-        ...
-
-    def news(self, where: str, wait_s: float) -> str:
-        """Tells the others where this rank stops; returns what they have said, as the end of a sentence."""
-        ...
-
-    def abort(self) -> None:
-        """Drops the connections."""
-        ...
 
 
 Taker = Callable[[Peer, int, Message], bool]  # returns whether the message is done with

@@ -81,6 +81,20 @@ def detect(environ: Mapping[str, str] | None = None) -> Place:
     return Place(rank, world_size, local_rank, local_world_size, "torchrun", restarts, has_store, job)
 
 
+def environment_of_rank(rank: int, world_size: int, port: int) -> dict[str, str]:
+    """This process's variables, and those that torchrun would set for a rank of a job on this host."""
+    place = {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "WORLD_SIZE": world_size,
+        "LOCAL_WORLD_SIZE": world_size,
+        "GROUP_RANK": 0,
+    }
+    found = {name: value for name, value in os.environ.items() if name != JOB_VARIABLE}
+    found |= {name: str(value) for name, value in place.items()}
+    return found | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_RUN_ID": "unisono"}
+
+
 def _job(env: Mapping[str, str]) -> dict[str, Any]:
     text = env.get(JOB_VARIABLE) or "{}"
     try:
