@@ -22,7 +22,7 @@ from unisono.comm.arena import bytes_of, make_file, map_file
 
 RING_BYTES = 512 * 1024
 INLINE_BYTES = 4096
-CHANNELS = 509  # numbers of channels are taken modulo this; those that meet go in the order of both
+CHANNELS = 1021  # numbers of channels are taken modulo this; those that meet go in the order of both
 _HEAD, _STATE, _BARRIERS, _TOKEN, _RANKS = 0, 1, 2, 3, 8  # words
 _INLINE = -1
 

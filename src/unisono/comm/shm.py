@@ -21,11 +21,11 @@ import torch
 from unisono.comm.api import Parts
 from unisono.comm.arena import Arena, flat_bytes
 from unisono.comm.calls import BROADCAST, EXCHANGE, GATHER, LEND, OBJECTS, VERBS, Lent, Outer, ShmPending, in_rounds
-from unisono.comm.mailbox import INLINE_BYTES, Mailbox, Message, encode
+from unisono.comm.mailbox import CHANNELS, INLINE_BYTES, Mailbox, Message, encode
 from unisono.comm.peer import Peer
 from unisono.errors import CommError
 
-_OBJECTS_CHANNEL = 508
+_OBJECTS_CHANNEL = CHANNELS - 1
 _MOST_INLINE = 64 * 1024  # of one message
 # How to wait, see docs/design/0008: where each rank has a core of its own the answer is often there within
 # microseconds; where it has not, the others need the core to answer at all.
@@ -176,7 +176,7 @@ class ShmCollectives:
             self._write(pending, channel, [table], kept, shared=True)
 
     def _owe(self, pending: ShmPending, peer: Peer, channel: int) -> None:
-        slot = (peer.rank, channel % 509)
+        slot = (peer.rank, channel % CHANNELS)
         self._sent[slot] += 1
         pending.owed.append((peer, channel, self._sent[slot]))
 
@@ -226,11 +226,12 @@ class ShmCollectives:
 
     def _expect(self, peer: Peer, channel: int, pending: ShmPending, take: Taker) -> None:
         pending.waits_for.add(peer.rank)
-        self._expected[peer.rank, channel].append((pending, take))
+        self._expected[peer.rank, channel % CHANNELS].append((pending, take))
         self._match(peer, channel)
 
     def _match(self, peer: Peer, channel: int) -> None:
-        arrived, expected = self._arrived[peer.rank, channel], self._expected[peer.rank, channel]
+        slot = peer.rank, channel % CHANNELS
+        arrived, expected = self._arrived[slot], self._expected[slot]
         while arrived and expected:
             message, (pending, take) = arrived.popleft(), expected.popleft()
             if message.verb != pending.verb:
@@ -246,7 +247,7 @@ class ShmCollectives:
         for peer in self.peers:
 
             def take(channel: int, message: Message, peer: Peer = peer) -> None:
-                self._arrived[peer.rank, channel].append(message)
+                self._arrived[peer.rank, channel % CHANNELS].append(message)
                 self._match(peer, channel)
 
             peer.box.read(self.box, peer.number, self.number, take)
@@ -342,22 +343,23 @@ class ShmCollectives:
         )
 
 
-def connect(outer: Outer, spin: bool) -> ShmCollectives | str:
-    """Lets all ranks of a job, which share this host, see each other's memory. Collective.
+def connect(outer: Outer, spin: bool, host: Sequence[int] | None = None) -> ShmCollectives | str:
+    """Lets the ranks of each host see each other's memory. Collective.
 
     Args:
-        outer: The ranks.
+        outer: All ranks.
         spin: Each has a core of its own.
+        host: Those of this rank's host; default: all.
 
     Returns:
-        The ranks, or why it cannot be: on all of them.
+        The host's ranks, or why it cannot be: on all of them.
     """
-    token = secrets.randbits(62)
+    host, token = host or range(outer.world_size), secrets.randbits(62)
     own: tuple[int, Mailbox] | None = None
     peers: list[Peer] = []
     word: tuple[int, int, int] | str
     try:
-        own = Mailbox.make(outer.world_size)
+        own = Mailbox.make(len(host))
         own[1].sign(token)
         word = os.getpid(), own[0], token
     except (OSError, AttributeError) as error:  # not Linux
@@ -366,10 +368,11 @@ def connect(outer: Outer, spin: bool) -> ShmCollectives | str:
     reason = next((said for said in words if isinstance(said, str)), "")
     if not reason:
         try:
-            for rank, (pid, file, theirs) in enumerate(words):
+            for number, rank in enumerate(host):
                 if rank != outer.rank:
-                    box = Mailbox.see(pid, file, outer.world_size, theirs)
-                    peers.append(Peer(rank, rank, pid, box, os.pidfd_open(pid)))
+                    pid, file, theirs = words[rank]
+                    box = Mailbox.see(pid, file, len(host), theirs)
+                    peers.append(Peer(rank, number, pid, box, os.pidfd_open(pid)))
         except OSError as error:
             reason = f"rank {outer.rank} cannot see the memory of the others: {error.strerror or error}"
         reason = next((said for said in outer.gather_objects(reason) if said), "")
@@ -379,4 +382,4 @@ def connect(outer: Outer, spin: bool) -> ShmCollectives | str:
         for peer in peers:
             os.close(peer.alive)
         return reason
-    return ShmCollectives(outer, own[1], outer.rank, peers, _SPINS if spin else 1)
+    return ShmCollectives(outer, own[1], list(host).index(outer.rank), peers, _SPINS if spin else 1)

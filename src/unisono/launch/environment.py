@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,6 +28,7 @@ class Place:
         origin: Who said so: "alone" or "torchrun" (which our own launcher also is, beneath).
         restarts: How often the job was restarted.
         launcher_has_store: Whether the job's store lives in the launcher, and so outlives every rank.
+        host: A word that is the same on all ranks of a host, and another one on each host.
         job: What our launcher hands over: "run_dir", "error_dir", "launcher" (its process id), "starts" (how often
             it has started ranks before), "flags".
     """
@@ -38,6 +40,7 @@ class Place:
     origin: str = "alone"
     restarts: int = 0
     launcher_has_store: bool = False
+    host: str = ""
     job: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -78,7 +81,16 @@ def detect(environ: Mapping[str, str] | None = None) -> Place:
     restarts = _integer(env, "TORCHELASTIC_RESTART_COUNT") if env.get("TORCHELASTIC_RESTART_COUNT") else 0
     restarts += job.get("starts", 0)
     has_store = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    return Place(rank, world_size, local_rank, local_world_size, "torchrun", restarts, has_store, job)
+    return Place(rank, world_size, local_rank, local_world_size, "torchrun", restarts, has_store, _host(env), job)
+
+
+def _host(env: Mapping[str, str]) -> str:
+    """Two launchers on one machine count as two hosts: either may end without the other."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        boot = ""
+    return f"{platform.node()} {boot} {env.get('GROUP_RANK', '')}"
 
 
 def environment_of_rank(rank: int, world_size: int, port: int) -> dict[str, str]:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, rendezvous  # type: ignore[attr-defined]
 
 from unisono.comm.api import Collectives
+from unisono.comm.both import TwoLevelCollectives
 from unisono.comm.c10d import C10dCollectives
 from unisono.comm.local import LocalCollectives
 from unisono.comm.shm import ShmCollectives, connect
@@ -60,7 +61,7 @@ class Session:
                 self.comm.abort()
             elif self._owns_group:
                 dist.destroy_process_group()
-            if isinstance(self.comm, ShmCollectives):
+            if isinstance(self.comm, ShmCollectives | TwoLevelCollectives):
                 self.comm.close()
 
 
@@ -120,7 +121,12 @@ def _nearest(
     """The ranks through memory that they share, where they share a host; else as torch has connected them, and why."""
     if transport == "gloo" or device.type != "cpu":
         return outer, ""
-    if place.local_world_size != place.world_size:
-        return outer, "the ranks are on several hosts: gloo instead of shm" if transport == "shm" else ""
-    found = connect(outer, spin=threads * place.world_size <= usable_cores())
-    return (outer, f"{found}; gloo instead of shm, which is slower") if isinstance(found, str) else (found, "")
+    words = outer.gather_objects(place.host)
+    hosts = [[rank for rank, other in enumerate(words) if other == word] for word in dict.fromkeys(words)]
+    if len(hosts) == outer.world_size:
+        return outer, "every rank is on a host of its own: gloo instead of shm" if transport == "shm" else ""
+    own = next(host for host in hosts if outer.rank in host)
+    found = connect(outer, threads * len(own) <= usable_cores(), own)
+    if isinstance(found, str):
+        return outer, f"{found}; gloo instead of shm, which is slower"
+    return (found if len(hosts) == 1 else TwoLevelCollectives(found, outer, hosts)), ""
