@@ -7,7 +7,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check -qq install
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup train test test-all test-stores lint bench-checkpoint bench-order bench-step wheel clean
+.PHONY: help setup train test test-all test-stores lint bench bench-checkpoint bench-order bench-overhead wheel clean
 
 help: ## list the commands
 	@grep -E '^[a-z-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -32,14 +32,16 @@ lint: .venv/.stamp ## check style, types and the direction of imports
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
 
+bench: .venv-bench/.stamp ## measure a step beside raw DDP, FSDP2, Accelerate, Fabric and DeepSpeed (an environment of its own)
+	PYTHONPATH=src .venv-bench/bin/python -m unisono bench $(ARGS)
+
 bench-checkpoint: .venv/.stamp ## measure a checkpoint beside torch.save and torch.distributed.checkpoint
 	$(BIN)/python benchmarks/checkpoint.py $(ARGS)
 
 bench-order: .venv/.stamp ## measure the sample order against what others do
 	$(BIN)/python benchmarks/order.py $(ARGS)
 
-bench-step: .venv/.stamp ## measure the price of a step beside raw DDP
-	$(BIN)/python benchmarks/step.py $(ARGS)
+bench-overhead: .venv/.stamp ## measure what the engine adds to a step of one process
 	$(BIN)/python benchmarks/overhead.py
 
 wheel: .venv/.stamp ## build dist/*.whl
@@ -64,6 +66,11 @@ clean: ## remove what was built and cached; .venv and runs/ stay
 .venv-stores/.stamp: requirements-stores.lock
 	@$(PYTHON) -m venv --clear .venv-stores
 	@.venv-stores/bin/python -m pip --disable-pip-version-check -qq install -r requirements-stores.lock
+	@touch $@
+
+.venv-bench/.stamp: requirements-bench.lock
+	@$(PYTHON) -m venv --clear .venv-bench
+	@.venv-bench/bin/python -m pip --disable-pip-version-check -qq install -r requirements-bench.lock
 	@touch $@
 
 .venv/.stamp: .venv/.lock-stamp pyproject.toml

@@ -104,21 +104,22 @@ class Crew:
         )
 
 
-def make_run_dir(given: str | None, name: str, hosts: Hosts | None = None) -> Path:
+def make_run_dir(given: str | None, name: str, hosts: Hosts | None = None, job_id: str | None = None) -> Path:
     """Makes a new run folder: the one given, or one named for the recipe and the time.
 
-    Hosts that work together share one folder, which the first of them makes.
+    Hosts that work together share one folder, which the first of them makes; so do a scheduler's tasks.
 
     Raises:
         InputError: there is one of that name, or it cannot be made.
     """
     if hosts is not None and given is None:
         raise InputError("several hosts need --run-dir, a folder that all of them see")
-    stem = Path(given) if given else Path("runs") / f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
+    together = hosts is not None or job_id is not None
+    stem = Path(given) if given else Path("runs") / f"{name}-{job_id or f'{datetime.now():%Y%m%d-%H%M%S}'}"
     for number in range(1, 100):
         folder = stem if number == 1 else stem.with_name(f"{stem.name}-{number}")
         try:
-            folder.mkdir(parents=True, exist_ok=hosts is not None)
+            folder.mkdir(parents=True, exist_ok=together)
         except FileExistsError:
             if given:
                 raise InputError(f"run folder {folder} exists: choose another, or move it away") from None

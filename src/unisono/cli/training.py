@@ -19,10 +19,10 @@ from unisono.checkpoint.reader import Checkpoint, DamagedError, checkpoints_in, 
 from unisono.cli.report import show_summary
 from unisono.cli.start import Crew, devices, launch_ranks, make_run_dir, mirrored, shared
 from unisono.cli.worker import RecipeJob, train_recipe
-from unisono.errors import Interrupted
+from unisono.errors import InputError, Interrupted
 from unisono.forward.compiled import check_compiler
 from unisono.launch.elastic import Signalled
-from unisono.launch.environment import Place, usable_cores
+from unisono.launch.environment import Place, detect, usable_cores
 from unisono.observe.jsonl import write_json
 from unisono.prepare import check_world_size
 from unisono.recipe import LoadedRecipe
@@ -55,8 +55,12 @@ def start(asked: Mapping[str, Any], given: Mapping[str, Any], *, as_json: bool, 
         check_unchanged(last.checkpoint, json.loads(json.dumps(loaded.definition, default=str)))
     if began.get("code_sha256", loaded.code_sha256) != loaded.code_sha256:
         print(f"unisono: the code of {job.source} has changed since the run began", file=sys.stderr)
-    crew = Crew.of(given)
-    how, nproc = shared(job.how.with_flags(given), crew.nproc or min(devices(), recipe.full_num_micro), crew.hosts)
+    crew, place = Crew.of(given), detect()
+    inside = place.world_size > 1  # this process is a rank: srun, mpirun or torchrun has started it
+    if inside and {"nproc", "nnodes", "rdzv"} & given.keys():
+        raise InputError(f"{place.origin} has started {place.world_size} processes: leave out --nproc and --nnodes")
+    wanted = place.world_size if inside else crew.nproc or min(devices(), recipe.full_num_micro)
+    how, nproc = shared(job.how.with_flags(given), wanted, crew.hosts)
     job = replace(job, how=how)
     if recipe.compile:
         check_compiler()
@@ -66,26 +70,33 @@ def start(asked: Mapping[str, Any], given: Mapping[str, Any], *, as_json: bool, 
         folder = last.run_dir
         job = replace(job, how=replace(how, resume=str(last.named)))
     else:
-        folder = make_run_dir(given.get("run_dir"), loaded.name, crew.hosts)
+        folder = make_run_dir(given.get("run_dir"), loaded.name, crew.hosts, place.job_id if inside else None)
         if crew.hosts and last is None:  # a host that comes later, or again, goes on from what the others have saved
             job = replace(job, how=replace(how, resume=str(folder)))
     execution = {"nproc": nproc, "nnodes": given.get("nnodes", "1"), **asdict(how), "num_workers": how.num_workers or 0}
     origins = {name: f"--{name.replace('_', '-')}" if name in given else "default" for name in execution}
-    _describe(loaded, folder, execution, {**loaded.origins, **origins}, asked, began)
-    print(f"{loaded.name}: {nproc} process{'es' * (nproc > 1)}, {how.strategy}; {folder}", file=sys.stderr)
+    if inside:
+        job = replace(job, how=replace(job.how, resume=job.how.resume or str(folder)))
+    if place.rank == 0:
+        _describe(loaded, folder, execution, {**loaded.origins, **origins}, asked, began)
+        where = f" of {place.origin}" if inside else ""
+        print(f"{loaded.name}: {nproc} process{'es' * (nproc > 1)}{where}, {how.strategy}; {folder}", file=sys.stderr)
     try:
-        if nproc == 1 and not crew.max_restarts and crew.hosts is None:
+        if inside:
+            train_recipe(job, replace(place, job={"run_dir": str(folder), "mirror": mirror}))
+        elif nproc == 1 and not crew.max_restarts and crew.hosts is None:
             train_recipe(job, Place(job={"run_dir": str(folder), "mirror": mirror}))
         else:
             options = {"threads": recipe.threads, "mirror": mirror, "run_dir": folder}
             launch_ranks(crew.job(job.command(), nproc, **options), debug)
     except (Interrupted, Signalled) as error:
-        if (folder / "summary.json").exists():
+        if place.rank == 0 and (folder / "summary.json").exists():
             steps = show_summary(folder, as_json=as_json)["steps"]
             again = f"unisono train --resume {folder}"
             raise Interrupted(f"interrupted after step {steps}; go on with `{again}`") from error
         raise
-    show_summary(folder, as_json=as_json)
+    if place.rank == 0:
+        show_summary(folder, as_json=as_json)
 
 
 @dataclass(frozen=True)

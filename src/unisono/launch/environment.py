@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from unisono.errors import InputError
+from unisono.launch.schedulers import task_of
 
 TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 JOB_VARIABLE = "UNISONO_JOB"
@@ -25,10 +26,13 @@ class Place:
         world_size: Processes of the job.
         local_rank: Among those of this host.
         local_world_size: Processes on this host.
-        origin: Who said so: "alone" or "torchrun" (which our own launcher also is, beneath).
+        origin: Who said so: "alone", "torchrun" (which our own launcher also is, beneath), "slurm", "mpi" or
+            "kubernetes".
         restarts: How often the job was restarted.
         launcher_has_store: Whether the job's store lives in the launcher, and so outlives every rank.
         host: A word that is the same on all ranks of a host, and another one on each host.
+        job_id: The launcher's or scheduler's word for the job.
+        rendezvous: Where the ranks meet, as torch has it.
         job: What our launcher hands over: "run_dir", "error_dir", "launcher" (its process id), "starts" (how often
             it has started ranks before), "flags".
     """
@@ -41,6 +45,8 @@ class Place:
     restarts: int = 0
     launcher_has_store: bool = False
     host: str = ""
+    job_id: str = ""
+    rendezvous: str = "env://"
     job: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -60,7 +66,13 @@ def detect(environ: Mapping[str, str] | None = None) -> Place:
         InputError: the variables of a launcher are there by half, contradict each other, or cannot be read.
     """
     env = os.environ if environ is None else environ
-    job = _job(env)
+    job, origin, job_id, rendezvous = _job(env), "torchrun", env.get("TORCHELASTIC_RUN_ID", ""), "env://"
+    if not all(env.get(name) for name in TORCHRUN_VARIABLES):
+        if task := task_of(env):
+            env, origin, job_id = {**env, **task.variables}, task.origin, task.job
+            rendezvous = f"tcp://{env['MASTER_ADDR']}:{env['MASTER_PORT']}"
+        elif env.get("KUBERNETES_SERVICE_HOST") and env.get("RANK") and not env.get("LOCAL_RANK"):
+            env, origin = {"LOCAL_WORLD_SIZE": "1", **env, "LOCAL_RANK": "0"}, "kubernetes"  # one process a pod
     there = [name for name in TORCHRUN_VARIABLES if env.get(name)]
     if "RANK" not in there and "WORLD_SIZE" not in there and "LOCAL_RANK" not in there:
         return Place(job=job)
@@ -81,7 +93,19 @@ def detect(environ: Mapping[str, str] | None = None) -> Place:
     restarts = _integer(env, "TORCHELASTIC_RESTART_COUNT") if env.get("TORCHELASTIC_RESTART_COUNT") else 0
     restarts += job.get("starts", 0)
     has_store = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    return Place(rank, world_size, local_rank, local_world_size, "torchrun", restarts, has_store, _host(env), job)
+    return Place(
+        rank,
+        world_size,
+        local_rank,
+        local_world_size,
+        origin,
+        restarts,
+        has_store,
+        host=_host(env),
+        job=job,
+        job_id=job_id,
+        rendezvous=rendezvous,
+    )
 
 
 def _host(env: Mapping[str, str]) -> str:

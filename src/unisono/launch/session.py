@@ -99,7 +99,7 @@ def open_session(place: Place, *, threads: int, timeout_s: float, transport: str
     if device.type != "cpu":
         backend = f"cpu:gloo,{device.type}:{backend}"
     try:
-        store, rank, world_size = next(rendezvous("env://", place.rank, place.world_size, timeout=timeout))
+        store, rank, world_size = next(rendezvous(place.rendezvous, place.rank, place.world_size, timeout=timeout))
         store.set_timeout(timeout)
         if place.launcher_has_store:
             store = PrefixStore(meet(store, rank, world_size, timeout_s), store)
