@@ -7,7 +7,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check -qq install
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup train test test-all test-stores lint bench bench-checkpoint bench-order bench-overhead wheel clean
+.PHONY: help setup train test test-all test-cluster test-stores lint bench bench-checkpoint bench-order bench-overhead wheel clean
 
 help: ## list the commands
 	@grep -E '^[a-z-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -20,8 +20,11 @@ train: .venv/.stamp ## train the built-in recipe; ARGS="digits --nproc 2" is pas
 test: .venv/.stamp ## run the tests, without the slow ones; ARGS is passed to pytest
 	$(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
 
-test-all: .venv/.stamp ## run every test
-	$(BIN)/python -m pytest -m "" $(ARGS)
+test-all: .venv/.stamp ## run every test that needs nothing but this machine's Python
+	$(BIN)/python -m pytest -m "not cluster" $(ARGS)
+
+test-cluster: .venv/.stamp ## run on hosts simulated here (as root; needs iproute2; uses mpirun and Slurm where installed)
+	$(BIN)/python -m pytest -m cluster $(ARGS)
 
 test-stores: .venv-stores/.stamp ## stage from and to a server that speaks S3 (an environment of its own; one more minute)
 	PYTHONPATH=src .venv-stores/bin/python -m pytest -c /dev/null --rootdir . tests/stores $(ARGS)

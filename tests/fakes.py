@@ -128,12 +128,11 @@ class ThreadCollectives:
     def lend_shards(
         self,
         sends: Lists,
-        counts: Sequence[int],
-        length: int,
+        sizes: Sequence[Sequence[int]],
         inbox: Callable[[int], torch.Tensor],
         channel: int = 0,
     ) -> CopiedLoan:
-        return CopiedLoan(self.exchange_shards, self.rank, sends, counts, length, inbox, channel)
+        return CopiedLoan(self.exchange_shards, self.rank, sends, sizes, inbox, channel)
 
     def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(numel, dtype=dtype, device=device)

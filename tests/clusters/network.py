@@ -1,4 +1,4 @@
-"""Hosts of their own on this machine: network namespaces with an address, a name and a hosts file each, on one bridge."""
+"""Hosts on this machine: network namespaces with an address, a name and a hosts file each, on one bridge."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Host:
 
     def command(self, *arguments: str) -> list[str]:
         """What runs `arguments` there, under the host's own name."""
-        inside = f"hostname {self.name}; exec \"$@\""
+        inside = f'hostname {self.name}; exec "$@"'
         return ["ip", "netns", "exec", self.space, "unshare", "-u", "sh", "-c", inside, "sh", *arguments]
 
     def sent_bytes(self) -> int:
@@ -68,7 +68,9 @@ def hosts(number: int) -> Iterator[list[Host]]:
             _run("ip", "netns", "add", host.space)
             _run("ip", "-n", host.space, "link", "set", "lo", "up")
             port = f"p{host.name}"
-            _run("ip", "link", "add", "eth0", "netns", host.space, "type", "veth", "peer", "name", port, "netns", switch)
+            _run(
+                "ip", "link", "add", "eth0", "netns", host.space, "type", "veth", "peer", "name", port, "netns", switch
+            )
             _run("ip", "-n", switch, "link", "set", port, "master", "br0")
             _run("ip", "-n", switch, "link", "set", port, "up")
             _run("ip", "-n", host.space, "addr", "add", f"{host.address}/24", "dev", "eth0")

@@ -223,6 +223,7 @@ def lends(comm: Collectives, wrapper: str) -> None:
 
     for number in range(6):
         counts = [(peer + number) % 3 for peer in peers]
+        sizes = [[length] * count for count in counts]
         # In memory that is quick to send, and in memory that is not.
         memory = comm.empty(3 * length, torch.float32, torch.device("cpu")) if number % 2 else torch.empty(3 * length)
         assert memory.shape == (3 * length,) and memory.dtype == torch.float32
@@ -231,7 +232,7 @@ def lends(comm: Collectives, wrapper: str) -> None:
             piece.copy_(stamp(rank, 0, k, length))
         for channel in (1, 2):  # a second loan of the same, before the first is done with
             sends = [[] if peer == rank else pieces[: counts[rank]] for peer in peers]
-            loan = comm.lend_shards(sends, counts, length, inbox, channel=channel)
+            loan = comm.lend_shards(sends, sizes, inbox, channel=channel)
             assert isinstance(loan, Loan)
             found = loan.received()
             for peer in peers:
@@ -254,8 +255,8 @@ def writes_to_what_it_is_lent(comm: Collectives, wrapper: str) -> None:
     for number in range(5):
         flat.copy_(torch.arange(flat.numel()) + rank + number)
         sends = [list(flat[peer * length : (peer + 1) * length].split(length)) for peer in peers]
-        counts = [0 if peer == rank else 1 for peer in peers]
-        loan = comm.lend_shards(sends, counts, length, torch.empty, channel=4)
+        sizes = [[] if peer == rank else [length] for peer in peers]
+        loan = comm.lend_shards(sends, sizes, torch.empty, channel=4)
         total = flat[rank * length : (rank + 1) * length].clone()
         for parts in loan.received():
             for part in parts:
@@ -325,10 +326,10 @@ def counts_bytes(comm: Collectives) -> tuple[list[Call], dict[str, int]]:
         recording.exchange_shards(sends, takes).wait()
         came["exchange_shards"] = came.get("exchange_shards", 0) + storage_bytes(takes, rank)
     parts = [[torch.zeros(3 + r, dtype=torch.int16), torch.zeros(r, dtype=torch.complex64)] for r in peers]
-    counts = [0 if peer == rank else 2 for peer in peers]
+    sizes = [[] if peer == rank else [7, 7] for peer in peers]
     pieces = [[torch.zeros(7), torch.zeros(7)] for _ in peers]
-    recording.lend_shards(pieces, counts, 7, torch.empty).received()
-    came["lend_shards"] = sum(counts) * 7 * 4
+    recording.lend_shards(pieces, sizes, torch.empty).received()
+    came["lend_shards"] = sum(map(sum, sizes)) * 4
     recording.all_gather(parts).wait()
     came["all_gather"] = storage_bytes(parts, rank)
     tensors = [torch.zeros(5, 2), torch.zeros((), dtype=torch.int64)]
@@ -380,7 +381,7 @@ class Deaf:
 
 def call_all(comm: Collectives) -> None:
     comm.exchange_shards([], [])
-    comm.lend_shards([], [], 0, torch.empty)
+    comm.lend_shards([], [], torch.empty)
     comm.all_gather([])
     comm.broadcast([])
     comm.gather_objects(0)

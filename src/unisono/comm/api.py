@@ -87,8 +87,7 @@ class Collectives(Protocol):
     def lend_shards(
         self,
         sends: Parts,
-        counts: Sequence[int],
-        length: int,
+        sizes: Sequence[Sequence[int]],
         inbox: Callable[[int], torch.Tensor],
         channel: int = 0,
     ) -> Loan:
@@ -98,8 +97,7 @@ class Collectives(Protocol):
 
         Args:
             sends: As for `exchange_shards`.
-            counts: How many pieces come from each rank.
-            length: Elements of each.
+            sizes: Elements of each piece that comes, for each rank.
             inbox: Returns memory for so many elements, where the pieces have to be copied; of what dtype, it says
                 for 0 as well.
             channel: See `exchange_shards`.
@@ -141,7 +139,7 @@ class CopiedLoan:
     Args:
         exchange: Its `exchange_shards`.
         rank: This one.
-        sends, counts, length, inbox, channel: Of `Collectives.lend_shards`.
+        sends, sizes, inbox, channel: Of `Collectives.lend_shards`.
     """
 
     def __init__(
@@ -149,16 +147,13 @@ class CopiedLoan:
         exchange: Callable[[Parts, Parts, int], Pending],
         rank: int,
         sends: Parts,
-        counts: Sequence[int],
-        length: int,
+        sizes: Sequence[Sequence[int]],
         inbox: Callable[[int], torch.Tensor],
         channel: int,
     ) -> None:
-        counts = [0 if peer == rank else count for peer, count in enumerate(counts)]
-        memory, starts = inbox(sum(counts) * length), iter(range(0, sum(counts) * length, length or 1))
-        self._parts = [
-            [memory[(k := next(starts)) : k + length] for _ in range(count * bool(length))] for count in counts
-        ]
+        sizes = [[] if peer == rank else list(own) for peer, own in enumerate(sizes)]
+        pieces = iter(torch.split(inbox(sum(map(sum, sizes))), [size for own in sizes for size in own]))
+        self._parts = [[next(pieces) for _ in own] for own in sizes]
         self._pending = exchange(sends, self._parts, channel)
 
     def received(self) -> list[list[torch.Tensor]]:

@@ -130,8 +130,8 @@ class ShmProcessGroup(dist.ProcessGroup):
     def _add_up(self, sends: Sequence[Sequence[torch.Tensor]], own: torch.Tensor, op: Any) -> None:
         comm = self._comm
         assert comm is not None
-        counts = [int(rank != self._rank) for rank in range(self._size)]
-        loan = comm.lend_shards(sends, counts, len(own), lambda n: torch.empty(n, dtype=own.dtype), channel=1)
+        sizes = [[] if rank == self._rank else [len(own)] for rank in range(self._size)]
+        loan = comm.lend_shards(sends, sizes, lambda n: torch.empty(n, dtype=own.dtype), channel=1)
         parts = [part for found in loan.received() for part in (found or [own])] if len(own) else []
         if parts:
             total = parts[0]

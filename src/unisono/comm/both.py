@@ -74,15 +74,15 @@ class TwoLevelCollectives:
     def lend_shards(
         self,
         sends: Parts,
-        counts: Sequence[int],
-        length: int,
+        sizes: Sequence[Sequence[int]],
         inbox: Callable[[int], torch.Tensor],
         channel: int = 0,
     ) -> _BothLoan:
-        near = self.inner.lend_shards(sends, counts, length, inbox, channel)
-        counts = [0 if near else count for near, count in zip(self._near, counts, strict=True)]
+        inside = [own if near else [] for near, own in zip(self._near, sizes, strict=True)]
+        near = self.inner.lend_shards(sends, inside, inbox, channel)
+        far = [[] if near else own for near, own in zip(self._near, sizes, strict=True)]
         exchange = self.outer.exchange_shards
-        return _BothLoan(near, CopiedLoan(exchange, self.rank, self._far(sends), counts, length, inbox, channel))
+        return _BothLoan(near, CopiedLoan(exchange, self.rank, self._far(sends), far, inbox, channel))
 
     def all_gather(self, parts: Parts, channel: int = 0) -> _BothPending:
         near = self.inner.all_gather(parts, channel)

@@ -64,13 +64,12 @@ class FaultyCollectives:
     def lend_shards(
         self,
         sends: Parts,
-        counts: Sequence[int],
-        length: int,
+        sizes: Sequence[Sequence[int]],
         inbox: Callable[[int], torch.Tensor],
         channel: int = 0,
     ) -> Loan:
         self._due("lend_shards")
-        return self.inner.lend_shards(sends, counts, length, inbox, channel)
+        return self.inner.lend_shards(sends, sizes, inbox, channel)
 
     def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return self.inner.empty(numel, dtype, device)

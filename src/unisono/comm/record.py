@@ -45,14 +45,13 @@ class RecordingCollectives:
     def lend_shards(
         self,
         sends: Parts,
-        counts: Sequence[int],
-        length: int,
+        sizes: Sequence[Sequence[int]],
         inbox: Callable[[int], torch.Tensor],
         channel: int = 0,
     ) -> Loan:
         sent = sum(_bytes(parts) for rank, parts in enumerate(sends) if rank != self.rank)
         self.calls.append(Call("lend_shards", sent))
-        return self.inner.lend_shards(sends, counts, length, inbox, channel)
+        return self.inner.lend_shards(sends, sizes, inbox, channel)
 
     def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return self.inner.empty(numel, dtype, device)

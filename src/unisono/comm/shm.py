@@ -90,18 +90,18 @@ class ShmCollectives:
     def lend_shards(
         self,
         sends: Parts,
-        counts: Sequence[int],
-        length: int,
+        sizes: Sequence[Sequence[int]],
         inbox: Callable[[int], torch.Tensor],
         channel: int = 0,
     ) -> Lent:
         call = self._begin(LEND, Lent)
         assert isinstance(call, Lent)
-        call.parts, call._taken = [[] for _ in range(self.world_size)], []
+        call.parts, call._taken = [[torch.empty(0)] * len(own) for own in sizes], []
+        call.parts[self.rank] = []
         dtype = inbox(0).dtype
         for peer in self.peers:
-            if counts[peer.rank] and length:
-                self._expect(peer, channel, call, self._lender(call, counts[peer.rank], length, dtype))
+            if any(sizes[peer.rank]):
+                self._expect(peer, channel, call, self._lender(call, sizes[peer.rank], dtype))
         self._post(call, channel, [[part for part in parts if part.numel()] for parts in sends])
         return call
 
@@ -269,10 +269,12 @@ class ShmCollectives:
 
         return take
 
-    def _lender(self, call: Lent, count: int, length: int, dtype: torch.dtype) -> Taker:
+    def _lender(self, call: Lent, sizes: Sequence[int], dtype: torch.dtype) -> Taker:
         def take(peer: Peer, channel: int, message: Message) -> bool:
-            self._check(peer, call, [length * dtype.itemsize] * count, message)
-            call.parts[peer.rank] = [data.view(dtype) for data in self._data(peer, message)]
+            self._check(peer, call, [size * dtype.itemsize for size in sizes if size], message)
+            found = iter(self._data(peer, message))
+            nothing = torch.empty(0, dtype=dtype)
+            call.parts[peer.rank] = [next(found).view(dtype) if size else nothing for size in sizes]
             call._taken.append((peer, channel, message))
             return False
 

@@ -19,6 +19,7 @@ from unisono.strategy.flat import FlatBuffer, FlatGroup
 from unisono.strategy.grouped import GroupedStrategy, clip_factor
 from unisono.strategy.overlap import Overlap
 from unisono.strategy.reduction import Partition, Reduction
+from unisono.strategy.two_level import make_reduction
 
 
 class GradientStrategy(GroupedStrategy):
@@ -78,7 +79,7 @@ class GradientStrategy(GroupedStrategy):
     def launch(self, plan: StepPlan) -> None:
         self._reductions = []
         for group, partition, overlap in zip(self.groups, self._partitions, self._overlaps, strict=True):
-            reduction = overlap.take() or Reduction(self.comm, group, plan, partition, list(group.tree.items()))
+            reduction = overlap.take() or make_reduction(self.comm, group, plan, partition, list(group.tree.items()))
             reduction.launch_all()
             self._reductions.append(reduction)
 
@@ -90,7 +91,7 @@ class GradientStrategy(GroupedStrategy):
         own = roots(plan.blocks[self.comm.rank], plan.num_micro)
         for group, partition, overlap in zip(self.groups, self._partitions, self._overlaps, strict=True):
             nothing = [(node, group.buffer()) for node in own]  # what it holds is thrown away by all
-            reduction = overlap.take() or Reduction(self.comm, group, plan, partition, nothing)
+            reduction = overlap.take() or make_reduction(self.comm, group, plan, partition, nothing)
             reduction.launch_all()
             reduction.drop()
 

@@ -17,6 +17,7 @@ from unisono.numerics.tree import roots
 from unisono.strategy.base import StepPlan
 from unisono.strategy.flat import FlatBuffer, FlatGroup
 from unisono.strategy.reduction import Partition, Reduction
+from unisono.strategy.two_level import make_reduction
 
 
 class Overlap:
@@ -66,7 +67,7 @@ class Overlap:
         """Watches the coming backward, whose gradients are those of `leaf`."""
         node = roots(range(leaf, leaf + 1), plan.num_micro)[0]
         self._target, self._scale, self._scale_used = self.group.buffer(), scale, None
-        self._reduction = Reduction(self.comm, self.group, plan, self.partition, [(node, self._target)])
+        self._reduction = make_reduction(self.comm, self.group, plan, self.partition, [(node, self._target)])
         self._missing, self._ready = list(self._sizes), []
         self._arrivals, self._written = set(), []
         self.armed, self.spoiled = True, False

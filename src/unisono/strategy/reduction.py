@@ -117,13 +117,12 @@ class Reduction:
         slot = len(self.loans)
         rank, shards = self.comm.rank, self.partition.shards[slot]
         sends = [[_slice(buffer.flat, shard) for _, buffer in self.own] for shard in shards]
-        length = len(shards[rank])
-        counts = [0 if peer == rank else len(nodes) for peer, nodes in enumerate(self.nodes)]
+        sizes = [[] if peer == rank else [len(shards[rank])] * len(nodes) for peer, nodes in enumerate(self.nodes)]
         inbox, channel = partial(self.group.inbox, slot), GRADIENTS + self.group.number
         if self.partition.one_shot:  # all add up the same pieces, so each needs its own
-            self.loans.append(CopiedLoan(self.comm.exchange_shards, rank, sends, counts, length, inbox, channel))
+            self.loans.append(CopiedLoan(self.comm.exchange_shards, rank, sends, sizes, inbox, channel))
         else:
-            self.loans.append(self.comm.lend_shards(sends, counts, length, inbox, channel))
+            self.loans.append(self.comm.lend_shards(sends, sizes, inbox, channel))
 
     def drop(self) -> None:
         """Waits for what is under way and forgets it."""
@@ -141,21 +140,28 @@ class Reduction:
             share: False sends the norms only: each rank keeps the gradient of its own shards.
         """
         self.target = self.own[0][1] if self.own else self.group.buffer()
+        self._begin_sums()
         for slot, loan in enumerate(self.loans):
-            pieces = loan.received()
             shards = self.partition.shards[slot]
             shard = shards[self.comm.rank]
             out = _slice(self.target.flat, shard)
-            if len(shard):
-                value = self._add_up(pieces, shard)
-                if total != 1.0 or out.data_ptr() != value.data_ptr():
-                    torch.div(value, total, out=out)
+            value = self._sum(slot, shard)
+            if value is not None and (total != 1.0 or out.data_ptr() != value.data_ptr()):
+                torch.div(value, total, out=out)
             loan.done()
             parts = self.norms.measure(slot, out)
             if not self.partition.one_shot and self.comm.world_size > 1:
                 if share:
                     parts = [[_slice(self.target.flat, s), *part] for s, part in zip(shards, parts, strict=True)]
                 self.pending.append(self.comm.all_gather(parts, channel=RESULTS))
+
+    def _begin_sums(self) -> None:
+        """Told once all is sent: the sums are next."""
+
+    def _sum(self, slot: int, shard: range) -> torch.Tensor | None:
+        """Waits for the others' parts of this rank's shard, and adds up; None where it has none."""
+        pieces = self.loans[slot].received()
+        return self._add_up(pieces, shard) if len(shard) else None
 
     def _add_up(self, pieces: Sequence[Sequence[torch.Tensor]], shard: range) -> torch.Tensor:
         tree: TreeAccumulator[torch.Tensor] = TreeAccumulator(self.plan.num_micro, torch.Tensor.add_)
