@@ -12,11 +12,12 @@ from unisono.errors import InputError, require_positive_int
 from unisono.execution import Execution
 from unisono.forward.compiled import check_compiler
 from unisono.forward.options import ForwardOptions
+from unisono.launch.allocator import keep_freed_memory
 from unisono.launch.environment import Place, detect, usable_cores
 from unisono.launch.session import TRANSPORTS, open_session, pick_device
 from unisono.recipe import FLOAT32, check_precision
 from unisono.run import Run
-from unisono.strategy.catalog import strategy_name, strategy_options
+from unisono.strategy.catalog import SAVE_MEMORY, strategy_name, strategy_options
 
 
 def init(
@@ -138,6 +139,8 @@ def open_run(
     forward = ForwardOptions(precision=precision, compile=compile, recompute=how.recompute)
     threads = require_positive_int(threads, "threads")
     session = open_session(place, threads=threads, timeout_s=timeout_s, transport=how.transport)
+    if session.device.type == "cpu":
+        keep_freed_memory(large=how.strategy not in SAVE_MEMORY)
     run = Run(session, seed=seed, strategy=how.strategy, options=options, forward=forward, how=how)
     if session.fallback:
         run.note(session.fallback)

@@ -77,11 +77,8 @@ def plant(fault: str) -> None:
     if fault == "adds in another order":
         from unisono.strategy.reduction import Reduction
 
-        def one_by_one(self: Reduction, pieces: Any, shard: range) -> torch.Tensor:
-            arrived = [list(parts) for parts in pieces]
-            arrived += [[] for _ in range(self.comm.world_size - len(arrived))]
-            arrived[self.comm.rank] = [buffer.flat[shard.start : shard.stop] for _, buffer in self.own]
-            first, *rest = [part for parts in arrived for part in parts]
+        def one_by_one(self: Reduction, addends: Any) -> torch.Tensor:
+            first, *rest = [part for _, part in sorted(addends, key=lambda addend: addend[0].number)]
             return sum(rest, first.clone())
 
         Reduction._add_up = one_by_one  # type: ignore[method-assign]

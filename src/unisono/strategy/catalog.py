@@ -30,6 +30,8 @@ STRATEGIES: Mapping[str, type[Strategy]] = {
         ThreadedStrategy,
     )
 }
+# Chosen for the memory of a rank, more than for its time.
+SAVE_MEMORY = {s.name for s in (GradientShardedStrategy, FullyShardedStrategy, HybridShardedStrategy)}
 _ALIASES = {"fsdp": "zero3"}
 
 

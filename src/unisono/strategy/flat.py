@@ -79,14 +79,19 @@ class FlatGroup:
         self.tree = TreeAccumulator(num_leaves, self._merge)
         self.present = [False] * len(self.params)
 
-    def add(self, leaf: int, scale: float) -> None:
+    def add(self, leaf: int, scale: float, landed: FlatBuffer | None = None) -> None:
         """Takes the gradients of micro-batch `leaf` out of the parameters and adds them, times `scale`.
+
+        Args:
+            leaf: Of the tree.
+            scale: A factor.
+            landed: Where some of the gradients lie already, if they do.
 
         Raises:
             InputError: a gradient is sparse.
         """
-        neighbour = self.tree.sibling_of(leaf) if scale == 1.0 else None
-        target = neighbour or self.buffer()
+        neighbour = self.tree.sibling_of(leaf) if scale == 1.0 and landed is None else None
+        target = landed or neighbour or self.buffer()
         everything = range(len(self.params))
         for part in [[position] for position in everything] if self.frugal else [everything]:
             self.write(target, part, scale, onto=neighbour is not None)
@@ -97,7 +102,7 @@ class FlatGroup:
     @torch.no_grad()
     def write(self, target: FlatBuffer, positions: Iterable[int], scale: float, onto: bool = False) -> None:
         """Copies the gradients of some parameters into `target`, or adds them onto what it holds."""
-        there_views, there_grads = [], []
+        there, moved, grads = [], [], []
         for position in positions:
             grad, view = self.params[position].grad, target.views[position]
             if grad is None or scale == 0.0:  # a mean over nothing is not a number, and counts for nothing
@@ -108,14 +113,16 @@ class FlatGroup:
                 name = self.layout.segments[position].name
                 raise InputError(f"the gradient of {name} is sparse, which is not supported: use sparse=False")
             self.present[position] = True
-            there_views.append(view)
-            there_grads.append(grad)
-        if there_grads and onto:
-            torch._foreach_add_(there_views, there_grads)
-        elif there_grads:
-            torch._foreach_copy_(there_views, there_grads)
-        if there_grads and scale != 1.0:
-            torch._foreach_mul_(there_views, self.factor(scale))
+            there.append(view)
+            if grad is not view:
+                moved.append(view)
+                grads.append(grad)
+        if grads and onto:
+            torch._foreach_add_(moved, grads)
+        elif grads:
+            torch._foreach_copy_(moved, grads)
+        if there and scale != 1.0:
+            torch._foreach_mul_(there, self.factor(scale))
 
     def factor(self, scale: float) -> torch.Tensor:
         """`scale` as a tensor: of a plain number, torch 2.13 on CPU rounds it to bfloat16 or float16 first."""

@@ -17,6 +17,7 @@ from unisono.numerics.tree import roots
 from unisono.strategy.base import Setup, StepPlan
 from unisono.strategy.flat import FlatBuffer, FlatGroup
 from unisono.strategy.grouped import GroupedStrategy, clip_factor
+from unisono.strategy.landing import Landing
 from unisono.strategy.overlap import Overlap
 from unisono.strategy.reduction import Partition, Reduction
 from unisono.strategy.two_level import make_reduction
@@ -32,6 +33,7 @@ class GradientStrategy(GroupedStrategy):
         self._partitions: list[Partition] = []
         self._reductions: list[Reduction] = []
         self._overlaps: list[Overlap] = []
+        self._landings: list[Landing] = []
         self._hooks: list[RemovableHandle] = []
         self._results: list[FlatBuffer] = []
 
@@ -52,29 +54,40 @@ class GradientStrategy(GroupedStrategy):
     def _begin_group(self, group: FlatGroup, partition: Partition, plan: StepPlan) -> None:
         group.begin(plan.num_micro)
         overlap = Overlap(self.comm, group, partition, self._overlaps[-1] if self._overlaps else None)
-        if self.comm.world_size > 1:
+        if self._sends_early:
             self._hooks += overlap.hooks()
+        landing = Landing(group)
+        if not self.in_threads:  # which are to compute gradients, and to put them nowhere
+            self._hooks += landing.hooks()
+        self._landings.append(landing)
         self._partitions.append(partition)
         self._overlaps.append(overlap)
 
     def expect_backward(self, plan: StepPlan, leaf: int | None, scale: Callable[[], float]) -> None:
-        # Where this rank has one micro-batch in the step, nothing has to be added up before it is sent. Nothing is sent
-        # where memory is shared, and to look whether a gradient has changed since would read all of it twice.
-        hides = self.comm.world_size > 1 and not self.comm.shares_memory
-        if leaf is not None and hides and len(plan.blocks[self.comm.rank]) == 1:
-            for overlap, group in zip(self._overlaps, self.groups, strict=True):
-                if not group.frugal:
-                    overlap.arm(plan, leaf, scale)
+        if leaf is None:
+            return
+        # Where this rank has one micro-batch in the step, nothing has to be added up before it is sent.
+        early = self._sends_early and len(plan.blocks[self.comm.rank]) == 1
+        for overlap, landing, group in zip(self._overlaps, self._landings, self.groups, strict=True):
+            if early and not group.frugal:
+                overlap.arm(plan, leaf, scale)
+            else:
+                landing.open(leaf)
+
+    @property
+    def _sends_early(self) -> bool:
+        """Nothing is sent where memory is shared, and to look whether a gradient has changed since takes time."""
+        return self.comm.world_size > 1 and not self.comm.shares_memory
 
     @torch.no_grad()
     def add_micro_batch(self, plan: StepPlan, leaf: int | None, scale: float) -> None:
         if leaf is None:
             return
-        for group, overlap in zip(self.groups, self._overlaps, strict=True):
+        for group, overlap, landing in zip(self.groups, self._overlaps, self._landings, strict=True):
             if overlap.armed:
                 overlap.finish(leaf, scale)
             else:
-                group.add(leaf, scale)
+                group.add(leaf, scale, landing.take())
 
     def launch(self, plan: StepPlan) -> None:
         self._reductions = []

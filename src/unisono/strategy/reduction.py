@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 from typing import TypeAlias
 
@@ -16,6 +15,9 @@ from unisono.strategy.flat import FlatBuffer, FlatGroup
 from unisono.strategy.team import Team
 
 Nodes: TypeAlias = list[tuple[Node, FlatBuffer]]
+Addends: TypeAlias = list[tuple[Node, torch.Tensor]]
+# On a CPU a sum is made, divided and measured piece by piece, each while it is in the cache: see docs/design/0008.
+CACHED_ELEMENTS = 64 * BLOCK_ELEMENTS
 # Messages between two ranks match within a channel, so that one kind may overtake another. Each group has a
 # channel of its own for its gradients: backward fills the buckets of two groups in turns, the ranks not alike.
 EXTRAS, RESULTS, BUFFERS, GRADIENTS = 1, 2, 3, 4
@@ -76,16 +78,19 @@ class Norms:
         dtype = torch.promote_types(group.dtype, torch.float32)
         self.values = torch.zeros(group.layout.num_blocks, dtype=dtype, device=group.device)
 
-    def measure(self, slot: int, shard: torch.Tensor) -> list[list[torch.Tensor]]:
-        """Measures this rank's shard of a bucket; returns whose norms are where, for an all-gather.
+    def measure(self, slot: int, values: torch.Tensor, start: int = 0) -> None:
+        """Measures some of this rank's shard of a bucket: whole blocks, the first of them at element `start`.
 
         Each row of the call is summed by itself, so a boundary cannot show.
         """
-        parts = [_slice(self.values, blocks) for blocks in self.partition.norms[slot]]
-        own = parts[self.comm.rank]
-        if len(own):
-            own.copy_(torch.linalg.vector_norm(shard.view(len(own), BLOCK_ELEMENTS), dim=1, dtype=self.values.dtype))
-        return [[part] for part in parts]
+        first = self.partition.norms[slot][self.comm.rank].start + start // BLOCK_ELEMENTS
+        rows = values.view(len(values) // BLOCK_ELEMENTS, BLOCK_ELEMENTS)
+        norms = torch.linalg.vector_norm(rows, dim=1, dtype=self.values.dtype)
+        self.values[first : first + len(rows)] = norms
+
+    def parts(self, slot: int) -> list[list[torch.Tensor]]:
+        """Returns whose norms of a bucket are where, for an all-gather."""
+        return [[_slice(self.values, blocks)] for blocks in self.partition.norms[slot]]
 
 
 class Reduction:
@@ -106,6 +111,7 @@ class Reduction:
         self.loans: list[Loan] = []
         self.pending: list[Pending] = []
         self.target: FlatBuffer | None = None
+        self._at_once = CACHED_ELEMENTS if group.device.type == "cpu" else max(1, group.layout.total)
 
     def launch_all(self) -> None:
         """Starts all exchanges that have not been started."""
@@ -145,12 +151,16 @@ class Reduction:
             shards = self.partition.shards[slot]
             shard = shards[self.comm.rank]
             out = _slice(self.target.flat, shard)
-            value = self._sum(slot, shard)
-            if value is not None and (total != 1.0 or out.data_ptr() != value.data_ptr()):
-                torch.div(value, total, out=out)
+            addends = self._addends(slot, shard)
+            for start in range(0, len(shard), self._at_once):
+                stop = start + self._at_once
+                some, value = out[start:stop], self._add_up([(node, part[start:stop]) for node, part in addends])
+                if total != 1.0 or some.data_ptr() != value.data_ptr():
+                    torch.div(value, total, out=some)
+                self.norms.measure(slot, some, start)
             loan.done()
-            parts = self.norms.measure(slot, out)
             if not self.partition.one_shot and self.comm.world_size > 1:
+                parts = self.norms.parts(slot)
                 if share:
                     parts = [[_slice(self.target.flat, s), *part] for s, part in zip(shards, parts, strict=True)]
                 self.pending.append(self.comm.all_gather(parts, channel=RESULTS))
@@ -158,18 +168,18 @@ class Reduction:
     def _begin_sums(self) -> None:
         """Told once all is sent: the sums are next."""
 
-    def _sum(self, slot: int, shard: range) -> torch.Tensor | None:
-        """Waits for the others' parts of this rank's shard, and adds up; None where it has none."""
+    def _addends(self, slot: int, shard: range) -> Addends:
+        """Waits for the others' parts of this rank's shard; returns all that there is to add up."""
         pieces = self.loans[slot].received()
-        return self._add_up(pieces, shard) if len(shard) else None
-
-    def _add_up(self, pieces: Sequence[Sequence[torch.Tensor]], shard: range) -> torch.Tensor:
-        tree: TreeAccumulator[torch.Tensor] = TreeAccumulator(self.plan.num_micro, torch.Tensor.add_)
-        for node, buffer in self.own:
-            tree.add_node(node, _slice(buffer.flat, shard))
+        found = [(node, _slice(buffer.flat, shard)) for node, buffer in self.own]
         for nodes, parts in zip(self.nodes, pieces, strict=True):
-            for node, part in zip(nodes, parts, strict=False):  # this rank's own entry has no parts
-                tree.add_node(node, part)
+            found += zip(nodes, parts, strict=False)  # this rank's own entry has no parts
+        return found
+
+    def _add_up(self, addends: Addends) -> torch.Tensor:
+        tree: TreeAccumulator[torch.Tensor] = TreeAccumulator(self.plan.num_micro, torch.Tensor.add_)
+        for node, part in addends:
+            tree.add_node(node, part)
         return tree.result()
 
     def result(self) -> tuple[FlatBuffer, torch.Tensor]:

@@ -94,7 +94,8 @@ class GradientShardedStrategy(GroupedStrategy):
         pending = []
         for sums, norms in zip(found, measured, strict=True):
             for slot, value in enumerate(sums):
-                pending.append(self.comm.all_gather(norms.measure(slot, value.div_(total)), channel=RESULTS))
+                norms.measure(slot, value.div_(total))
+                pending.append(self.comm.all_gather(norms.parts(slot), channel=RESULTS))
         for arrival in pending:
             arrival.wait()
         norm = self._whole_norm([norms.values for norms in measured])

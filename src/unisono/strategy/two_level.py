@@ -16,7 +16,7 @@ from unisono.comm.both import TwoLevelCollectives
 from unisono.numerics.tree import Node, TreeAccumulator
 from unisono.strategy.base import StepPlan
 from unisono.strategy.flat import FlatGroup
-from unisono.strategy.reduction import GRADIENTS, Nodes, Partition, Reduction
+from unisono.strategy.reduction import GRADIENTS, Addends, Nodes, Partition, Reduction
 
 
 def make_reduction(comm: Collectives, group: FlatGroup, plan: StepPlan, partition: Partition, own: Nodes) -> Reduction:
@@ -40,7 +40,7 @@ class TwoLevelReduction(Reduction):
         self._merged = [self._merge([self.nodes[rank] for rank in host]) for host in comm.hosts]
         self._far: list[Pending] = []
         self._trees: list[TreeAccumulator[torch.Tensor] | None] = []
-        self._came: list[list[tuple[Node, torch.Tensor]]] = []
+        self._came: list[Addends] = []
 
     def _collector(self, owner: int, host: Sequence[int]) -> int:
         """Who of a host adds up the shard of `owner`: itself, if it is one of them."""
@@ -104,12 +104,8 @@ class TwoLevelReduction(Reduction):
         self._came.append(came)
         return self._levels.outer.exchange_shards(sends, receives, GRADIENTS + self.group.number)
 
-    def _sum(self, slot: int, shard: range) -> torch.Tensor | None:
+    def _addends(self, slot: int, shard: range) -> Addends:
         self._far[slot].wait()
         tree = self._trees[slot]
         assert tree is not None
-        if not len(shard):
-            return None
-        for node, part in self._came[slot]:
-            tree.add_node(node, part)
-        return tree.result()
+        return [*tree.items(), *self._came[slot]]
