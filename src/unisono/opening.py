@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from unisono.forward.options import ForwardOptions
 from unisono.launch.allocator import keep_freed_memory
 from unisono.launch.environment import Place, detect, usable_cores
 from unisono.launch.session import TRANSPORTS, open_session, pick_device
+from unisono.launch.surroundings import check_same, surroundings
 from unisono.recipe import FLOAT32, check_precision
 from unisono.run import Run
 from unisono.strategy.catalog import SAVE_MEMORY, strategy_name, strategy_options
@@ -129,6 +130,7 @@ def open_run(
     precision: str = FLOAT32,
     compile: bool = False,
     timeout_s: float = 600.0,
+    recipe: str | None = None,
 ) -> Run:
     """Opens a run at a known place; see `init`."""
     how, options = resolve(how.with_flags(place.flags), place)
@@ -139,9 +141,15 @@ def open_run(
     forward = ForwardOptions(precision=precision, compile=compile, recompute=how.recompute)
     threads = require_positive_int(threads, "threads")
     session = open_session(place, threads=threads, timeout_s=timeout_s, transport=how.transport)
+    given = {"seed": seed, "threads": threads, "strategy": how.strategy, **asdict(forward), "recipe": recipe}
+    try:
+        hosts = check_same(session.comm, {**surroundings(session.device), **given}) if place.world_size > 1 else []
+    except InputError:
+        session.close(failed=True)
+        raise
     if session.device.type == "cpu":
         keep_freed_memory(large=how.strategy not in SAVE_MEMORY)
-    run = Run(session, seed=seed, strategy=how.strategy, options=options, forward=forward, how=how)
+    run = Run(session, seed=seed, strategy=how.strategy, options=options, forward=forward, how=how, hosts=hosts)
     if session.fallback:
         run.note(session.fallback)
     return run

@@ -15,11 +15,11 @@ import torch
 from torch import nn
 from torch.optim import LBFGS, Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
-from torch.utils.data import DataLoader, Subset
+from torch.utils.data import ConcatDataset, DataLoader, Subset, TensorDataset
 
 from unisono.data.loader import LoaderOptions, MicroBatchLoader, from_dataloader
 from unisono.data.samples import check_dataset
-from unisono.data.schedule import Schedule
+from unisono.data.schedule import MicroBatch, Schedule
 from unisono.errors import InputError, nearest, require_positive_int
 from unisono.forward.options import EAGER, ForwardOptions
 from unisono.launch.session import Session
@@ -30,6 +30,8 @@ from unisono.strategy.base import Setup
 from unisono.strategy.catalog import STRATEGIES
 from unisono.strategy.stepper import Stepper
 from unisono.strategy.unit import Unit
+
+_LOOKED_AT = 4096  # elements of a tensor
 
 LOADING = ("global_batch", "micro_batch", "collate", "shuffle", "num_workers", "drop_last")
 
@@ -264,19 +266,24 @@ class Preparation:
             device=self._session.device,
             options=options,
             on_fetch=lambda: self._timer.enter("data"),
-            on_micro=lambda epoch, micro: self._stepper.begin(epoch, micro, schedule),
+            on_micro=lambda epoch, micro: self._begin(epoch, micro, schedule),
             on_end=lambda: self._stepper.end_epoch(schedule),
         )
         self.loaders.append(loader)
         return loader
+
+    def _begin(self, epoch: int, micro: MicroBatch, schedule: Schedule) -> None:
+        self._session.flight.at(self._stepper.step, micro.index)
+        self._stepper.begin(epoch, micro, schedule)
 
     def _check_alike(self, data: Any, size: int) -> None:
         found = self._session.comm.gather_objects(_fingerprint(data, size))
         for rank, other in enumerate(found):
             if other != found[0]:
                 raise InputError(
-                    f"rank {rank} has another dataset than rank 0 (or another split of it): call unisono.init() before "
-                    "anything random, or give the split a generator of its own"
+                    f"rank {rank} has another dataset than rank 0 (or another split or order of it): call "
+                    "unisono.init() before anything random, give the split a generator of its own, and sort what a "
+                    "folder is listed as"
                 )
 
 
@@ -295,9 +302,27 @@ def _is_expanded(tensor: torch.Tensor) -> bool:
     return any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
-def _fingerprint(data: Any, size: int) -> tuple[int, int]:
-    indices = data.indices if isinstance(data, Subset) else ()
-    return size, zlib.crc32(",".join(str(int(index)) for index in indices).encode())
+def _fingerprint(data: Any, size: int) -> tuple[Any, ...]:
+    """What can be told of a dataset without a sample of it: to get one may open files, which workers must not share."""
+    if isinstance(data, Subset):
+        indices = ",".join(str(int(index)) for index in data.indices)
+        return size, "Subset", zlib.crc32(indices.encode()), _fingerprint(data.dataset, 0)
+    if isinstance(data, ConcatDataset):
+        return size, "ConcatDataset", *[_fingerprint(part, 0) for part in data.datasets]
+    if isinstance(data, TensorDataset):
+        return size, "TensorDataset", *[(tuple(t.shape), str(t.dtype), _checksum(t)) for t in data.tensors]
+    named = getattr(data, "samples", None)  # torchvision's folders: (path, class), in the order that the system gave
+    if isinstance(named, list) and named and isinstance(named[0], tuple):
+        text = ";".join(f"{Path(str(path)).name},{rest}" for path, *rest in named)
+        return size, type(data).__name__, zlib.crc32(text.encode())
+    return size, type(data).__name__
+
+
+def _checksum(tensor: torch.Tensor) -> int:
+    """Of some elements from everywhere."""
+    flat = tensor.detach().reshape(-1)
+    some = flat[:: max(1, flat.numel() // _LOOKED_AT)].cpu()
+    return zlib.crc32(some.contiguous().view(torch.uint8).numpy().tobytes()) if some.numel() else 0
 
 
 def check_world_size(world_size: int, global_batch: int, micro_batch: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from types import MappingProxyType
@@ -16,13 +16,15 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from unisono.comm.flight import FLIGHT
 from unisono.data.first import host_key, leader_first
 from unisono.data.loader import MicroBatchLoader
 from unisono.data.stage import stage
-from unisono.errors import InputError
+from unisono.errors import CommError, InputError
 from unisono.execution import DEFAULT, Execution
 from unisono.forward.options import EAGER, ForwardOptions
 from unisono.judging import Judging
+from unisono.launch.failure import describe
 from unisono.launch.lock import FolderLock
 from unisono.launch.session import Session
 from unisono.numerics.seeds import derive_seed, seed_all
@@ -30,6 +32,7 @@ from unisono.numerics.sums import weighted_mean
 from unisono.observe.events import StepOutcome
 from unisono.observe.jsonl import JsonlSink, write_json
 from unisono.observe.ledger import Ledger
+from unisono.observe.stragglers import Stragglers
 from unisono.observe.timer import PhaseTimer
 from unisono.prepare import Preparation
 from unisono.recipe import FP16_MIXED
@@ -62,12 +65,14 @@ class Run(Judging, Saving):
         options: Mapping[str, Any] = MappingProxyType({}),
         forward: ForwardOptions = EAGER,
         how: Execution = DEFAULT,
+        hosts: Sequence[str] = (),
     ) -> None:
         self._session = session
         self.seed, self.strategy, self.run_dir = seed, strategy, session.place.run_dir
         self.device = session.device
         self.timer = PhaseTimer(session.device)
         self.ledger = Ledger()
+        self._stragglers = Stragglers(hosts)
         self._occasions = 0
         self._closed = False
         self._lock: FolderLock | None = None
@@ -94,7 +99,7 @@ class Run(Judging, Saving):
         threads = torch.get_num_threads()
         self._start_saving(how, {"threads": threads, "precision": forward.precision, "compile": forward.compile})
         seed_all(derive_seed(seed, "init"), session.device)
-        if self.run_dir is not None and self.is_main:
+        if self.run_dir is not None:
             self._take(self.run_dir)
         atexit.register(self._at_exit)
 
@@ -140,6 +145,8 @@ class Run(Judging, Saving):
 
     def _on_step(self, outcome: StepOutcome) -> None:
         self.ledger.step(outcome)
+        if sentence := self._stragglers.step(outcome.loads):
+            self.note(sentence)
         self._watch_the_clock()
 
     def print(self, *values: Any, **options: Any) -> None:
@@ -166,7 +173,7 @@ class Run(Judging, Saving):
         if self.is_main:
             try:
                 folder.mkdir(parents=True, exist_ok=again)
-                self._take(folder)
+                self._lock = FolderLock(folder)
             except InputError as reason:
                 error = str(reason)
             except OSError as reason:
@@ -174,10 +181,14 @@ class Run(Judging, Saving):
         if error := next((e for e in self._session.comm.gather_objects(error) if e), None):
             raise InputError(error)
         self.run_dir = folder
+        self._take(folder)
 
     def _take(self, folder: Path) -> None:
-        self._lock = FolderLock(folder)
-        self.ledger.sinks.append(JsonlSink(folder / "metrics.jsonl"))
+        if self.is_main:
+            self._lock = self._lock or FolderLock(folder)
+            self.ledger.sinks.append(JsonlSink(folder / "metrics.jsonl"))
+        if self.world_size > 1:
+            self._session.flight.keep_in(folder / FLIGHT)
 
     # Preparation
 
@@ -365,10 +376,17 @@ class Run(Judging, Saving):
 
     def _at_exit(self) -> None:
         # A script that calls sys.exit() on one rank comes here too: it must not wait where nobody comes.
-        self.close(failed=getattr(sys, "last_value", None) is not None, wait=not self._session.place.launcher_has_store)
+        error = getattr(sys, "last_value", None)
+        self._note_failure(error)
+        self.close(failed=error is not None, wait=not self._session.place.launcher_has_store)
 
     def __enter__(self) -> Run:
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        self._note_failure(error)
         self.close(failed=error is not None)
+
+    def _note_failure(self, error: BaseException | None) -> None:
+        if error is not None:
+            self._session.flight.fail(describe(error), isinstance(error, CommError))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import select
-import socket
 import statistics
 import subprocess
 import sys
@@ -19,6 +18,7 @@ from typing import Any
 from unisono.bench.workloads import WORKLOADS
 from unisono.errors import UnisonoError
 from unisono.launch.environment import environment_of_rank
+from unisono.launch.hosts import free_port
 
 _START_S, _ROUND_S = 180.0, 120.0
 _AIM_S = 0.6  # of one round of a step without communication
@@ -65,7 +65,7 @@ class System:
         self.name, self.nproc = name, nproc
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed by `close`
         started = time.perf_counter()
-        port = _free_port()
+        port = free_port()
         self._ranks = [self._start(workload, rank, port) for rank in range(nproc)]
         try:
             self._answers(_START_S)
@@ -134,13 +134,6 @@ class System:
             with contextlib.suppress(BrokenPipeError):
                 rank.communicate()
         self._log.close()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def _network_bytes() -> int:

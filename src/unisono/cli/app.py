@@ -9,6 +9,7 @@ import typer
 
 from unisono.cli.bench import bench
 from unisono.cli.checkpoint import app as checkpoint
+from unisono.cli.doctor import doctor
 from unisono.cli.run import run
 from unisono.cli.stage import stage
 from unisono.cli.train import train
@@ -27,6 +28,7 @@ app.command()(train)
 app.command()(verify)
 app.command()(stage)
 app.command()(bench)
+app.command()(doctor)
 app.add_typer(checkpoint, name="checkpoint")
 app.command(context_settings={"allow_interspersed_args": False})(run)
 

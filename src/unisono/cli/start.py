@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import signal
 import sys
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Console
 
 from unisono.checkpoint.reader import find
+from unisono.cli.examining import print_ranks
 from unisono.cli.options import parse_span
 from unisono.errors import InputError, Interrupted
 from unisono.execution import Execution
@@ -22,6 +27,7 @@ from unisono.mirror import Mirror, is_remote, local_folder
 from unisono.opening import resolve
 from unisono.strategy.catalog import strategy_name
 from unisono.strategy.threaded import ThreadedStrategy
+from unisono.verify.hang import look
 
 _RESTARTS_OF_HOSTS = 10  # without --max-restarts, where hosts may come and go: each one that is lost costs one
 
@@ -164,11 +170,34 @@ def launch_ranks(job: Job, debug: bool) -> None:
         Signalled: SIGINT or SIGTERM came.
     """
     try:
-        launch(job)
+        with _table_on_signal(job.run_dir):
+            launch(job)
     except RanksFailed as error:
         first = error.failures[0]
+        if first.consequence or first.killed:  # no rank says why
+            _print_ranks(job.run_dir, ask=False, killed={one.rank for one in error.failures if one.killed})
         if first.exit_code == Interrupted.exit_code:
             raise Interrupted(first.message) from error
         if first.traceback and (debug or first.exit_code != InputError.exit_code):
             print(f"\nrank {first.rank} failed first:\n{first.traceback.rstrip()}\n", file=sys.stderr)
         raise
+
+
+@contextlib.contextmanager
+def _table_on_signal(run_dir: Path | None) -> Iterator[None]:
+    """Inside, SIGUSR2 prints where the ranks are, and the run goes on."""
+    number = getattr(signal, "SIGUSR2", None)
+    if number is None or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(number, lambda *_: _print_ranks(run_dir, ask=True))
+    try:
+        yield
+    finally:
+        signal.signal(number, before)
+
+
+def _print_ranks(run_dir: Path | None, *, ask: bool, killed: Collection[int] | None = None) -> None:
+    if run_dir is not None:
+        with contextlib.suppress(InputError):  # there are no records: one rank, or it has not begun
+            print_ranks(look(run_dir, ask=ask, killed=killed), Console(stderr=True))

@@ -16,7 +16,7 @@ from unisono.cli.ranks import rank_log, reported
 from unisono.execution import Execution
 from unisono.launch.environment import Place, detect
 from unisono.launch.guard import die_with_parent
-from unisono.recipe import LoadedRecipe, Recipe, load_recipe
+from unisono.recipe import LoadedRecipe, load_recipe
 
 if TYPE_CHECKING:
     from unisono.run import Run
@@ -64,12 +64,19 @@ class RecipeJob:
         return [sys.executable, "-m", "unisono.cli.worker", "recipe", json.dumps(self.said())]
 
 
-def open_recipe(place: Place, job: RecipeJob, recipe: Recipe) -> Run:
+def open_recipe(place: Place, job: RecipeJob, loaded: LoadedRecipe) -> Run:
     """Opens the run that a recipe defines."""
     from unisono.opening import open_run
 
+    recipe = loaded.recipe
     return open_run(
-        place, job.how, seed=recipe.seed, threads=recipe.threads, precision=recipe.precision, compile=recipe.compile
+        place,
+        job.how,
+        seed=recipe.seed,
+        threads=recipe.threads,
+        precision=recipe.precision,
+        compile=recipe.compile,
+        recipe=f"{loaded.digest}, code {loaded.code_sha256}",
     )
 
 
@@ -82,7 +89,7 @@ def train_recipe(job: RecipeJob, place: Place) -> None:
     with contextlib.redirect_stdout(terminal), rank_log(folder, place.rank) as log:
         loaded = job.load()
         recipe = loaded.recipe
-        run = open_recipe(place, job, recipe)
+        run = open_recipe(place, job, loaded)
         trainer = Trainer(recipe, run, num_workers=job.how.num_workers or 0)
         run.define(loaded.definition)
         if run.is_main:
@@ -105,11 +112,12 @@ def trace_recipe(said: dict[str, Any], place: Place) -> None:
     job, folder, save_at = RecipeJob.of(said["job"]), Path(said["folder"]), said["save_at"]
     kill_after, part = said.get("kill_after"), said.get("part", "")
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
-        recipe = job.load().recipe
+        loaded = job.load()
+        recipe = loaded.recipe
         if job.how.strategy == PLAIN:
             train_plain(recipe, pick_device(place.local_rank), folder, save_at)
             return
-        run = open_recipe(place, job, recipe)
+        run = open_recipe(place, job, loaded)
         trace = Trace(threads=torch.get_num_threads())
 
         def position() -> tuple[int, int] | None:

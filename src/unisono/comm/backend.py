@@ -19,7 +19,9 @@ from torch._C._distributed_c10d import _create_work_from_future  # type: ignore[
 from torch.distributed import ProcessGroupGloo, Store  # type: ignore[attr-defined]
 
 from unisono.comm.arena import flat_bytes
-from unisono.comm.shm import ShmCollectives, connect
+from unisono.comm.connect import connect
+from unisono.comm.flight import FlightRecord
+from unisono.comm.shm import ShmCollectives
 from unisono.errors import CommError
 
 NAME = "unisono"
@@ -52,6 +54,7 @@ class _Meeting:
     def __init__(self, store: Store, rank: int, world_size: int, timeout_s: float) -> None:
         self.rank, self.world_size, self.timeout_s = rank, world_size, timeout_s
         self._store, self._rounds = store, 0
+        self.flight = FlightRecord(rank, world_size)
 
     def gather_objects(self, value: Any) -> list[Any]:
         self._rounds += 1

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from unisono.comm.api import CopiedLoan, Parts
+from unisono.comm.flight import FlightRecord
 from unisono.errors import CommError
 
 # Of messages of `gather_objects`; no strategy uses so large a one.
@@ -29,13 +30,17 @@ _OBJECTS = 1_000_000
 class C10dPending:
     """Point-to-point works in flight; keeps their tensors alive until they are done."""
 
-    def __init__(self, owner: C10dCollectives, what: str, works: Sequence[Any], keep: Any) -> None:
-        self._owner, self._what, self._works, self._keep = owner, what, works, keep
+    def __init__(self, owner: C10dCollectives, verb: str, call: int, works: Sequence[Any], keep: Any) -> None:
+        self._owner, self._verb, self._call, self._works, self._keep = owner, verb, call, works, keep
 
     def wait(self) -> None:
-        with self._owner.explained(self._what):
+        flight = self._owner.flight
+        flight.wait_for(self._call)
+        with self._owner.explained(f"{self._verb} (call {self._call})"):
             for work in self._works:
                 work.wait()
+        flight.wait_for(0)
+        flight.end(self._call)
         self._works, self._keep = (), None
 
 
@@ -51,28 +56,28 @@ class C10dCollectives:
 
     shares_memory = False
 
-    def __init__(self, store: Store, timeout_s: float) -> None:
+    def __init__(self, store: Store, timeout_s: float, flight: FlightRecord | None = None) -> None:
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.timeout_s = timeout_s
         self._store = PrefixStore("unisono/comm", store)
-        self._calls = self._barriers = 0
+        self.flight = flight or FlightRecord(self.rank, self.world_size)
+        self._barriers = 0
         self._aborted = False
 
     def exchange_shards(self, sends: Parts, receives: Parts, channel: int = 0) -> C10dPending:
         return self._exchange("exchange_shards", sends, receives, channel)
 
     def _exchange(self, verb: str, sends: Parts, receives: Parts, channel: int) -> C10dPending:
-        self._calls += 1
+        call = self.flight.begin(verb, sum(part.nbytes for parts in sends for part in parts))
         operations = []
         for distance in range(1, self.world_size):
             # Everyone starts with its right-hand neighbour, so that no rank is everybody's first target.
             to, frm = (self.rank + distance) % self.world_size, (self.rank - distance) % self.world_size
             operations += [dist.P2POp(dist.isend, part, to, tag=channel) for part in sends[to] if part.numel()]
             operations += [dist.P2POp(dist.irecv, part, frm, tag=channel) for part in receives[frm] if part.numel()]
-        what = f"{verb} (call {self._calls})"
-        with self.explained(what):
+        with self.explained(f"{verb} (call {call})"):
             works = dist.batch_isend_irecv(operations) if operations else []
-        return C10dPending(self, what, works, (sends, receives))
+        return C10dPending(self, verb, call, works, (sends, receives))
 
     def lend_shards(
         self,
@@ -93,10 +98,10 @@ class C10dCollectives:
         return self._exchange(verb, [parts[self.rank]] * self.world_size, parts, channel)
 
     def broadcast(self, tensors: Sequence[torch.Tensor], src: int = 0) -> None:
-        self._calls += 1
-        with self.explained(f"broadcast (call {self._calls})"):
-            for work in [dist.broadcast(tensor, src, async_op=True) for tensor in tensors]:
-                work.wait()
+        call = self.flight.begin("broadcast", sum(tensor.nbytes for tensor in tensors) * (src == self.rank))
+        with self.explained(f"broadcast (call {call})"):
+            works = [dist.broadcast(tensor, src, async_op=True) for tensor in tensors]
+        C10dPending(self, "broadcast", call, works, tensors).wait()
 
     def gather_objects(self, value: Any) -> list[Any]:
         # As sends and receives too: gloo's own collectives leave a thread behind for a moment, and a process that ends
@@ -113,12 +118,15 @@ class C10dCollectives:
     def barrier(self, what: str = "barrier") -> None:
         """Through the store, which knows who has come, and who will not: a device's own barrier names nobody."""
         self._barriers += 1
+        call = self.flight.begin("barrier", 0)
+        self.flight.wait_for(call)
         keys = [f"barrier/{self._barriers}/{rank}" for rank in range(self.world_size)]
         started, pause_s = time.monotonic(), 0.001
         try:
             self._store.set(keys[self.rank], what)
             while not self._store.check(keys):
                 if time.monotonic() - started > self.timeout_s:
+                    self.flight.ask_others()
                     raise CommError(f"rank {self.rank} waited {self.timeout_s:g} s in {what}{self._missing(keys)}")
                 if self._stopped():
                     raise CommError(f"rank {self.rank} waits in {what} for nothing{self._news()}")
@@ -126,6 +134,8 @@ class C10dCollectives:
                 pause_s = min(2 * pause_s, 0.02)
             if self._barriers > 1:  # everyone is here, so everyone has left the one before
                 self._store.delete_key(f"barrier/{self._barriers - 1}/{self.rank}")
+            self.flight.wait_for(0)
+            self.flight.end(call)
         except RuntimeError as error:
             raise CommError(
                 f"rank {self.rank} lost the job's store in {what}: rank 0 or the launcher is gone"
@@ -158,6 +168,7 @@ class C10dCollectives:
 
     def news(self, where: str, wait_s: float) -> str:
         """Tells the others that this rank stops in `where`; returns what they have said, as the end of a sentence."""
+        self.flight.ask_others()
         with contextlib.suppress(Exception):
             self._post(where)
         return self._news(wait_s)

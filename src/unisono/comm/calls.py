@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from unisono.comm.arena import flat_bytes
+from unisono.comm.flight import FlightRecord
 from unisono.comm.mailbox import Message
 from unisono.comm.peer import Peer
 
@@ -26,6 +27,7 @@ class Outer(Protocol):
     rank: int
     world_size: int
     timeout_s: float
+    flight: FlightRecord
 
     def gather_objects(self, value: Any) -> list[Any]:
         """Every rank's value, on every rank."""
@@ -44,13 +46,13 @@ class ShmPending:
     """One call under way: what it waits for, and who still reads what it sent."""
 
     def __init__(self, owner: ShmCollectives, verb: int, call: int) -> None:
-        self._owner, self.verb, self._call = owner, verb, call
+        self._owner, self.verb, self.call = owner, verb, call
         self.waits_for: set[int] = set()
         self.owed: list[tuple[Peer, int, int]] = []  # who is to be done with how many messages of a channel
 
     @property
     def what(self) -> str:
-        return f"{VERBS[self.verb]} (call {self._call})"
+        return f"{VERBS[self.verb]} (call {self.call})"
 
     def wait(self) -> None:
         self.arrive()
@@ -59,12 +61,14 @@ class ShmPending:
     def arrive(self) -> None:
         """Returns when all receives are there; sends may still be read."""
         if self.waits_for:
-            self._owner.until(lambda: not self.waits_for, self.what, lambda: self.waits_for)
+            self._owner.until(lambda: not self.waits_for, self.what, lambda: self.waits_for, self.call)
+        self._owner.flight.end(self.call)
 
     def drain(self) -> None:
         """Returns when nobody reads what was sent any more."""
         if self.owed and self._left():
-            self._owner.until(lambda: not self._left(), self.what, lambda: {peer.rank for peer, _, _ in self.owed})
+            owed = lambda: {peer.rank for peer, _, _ in self.owed}  # noqa: E731
+            self._owner.until(lambda: not self._left(), self.what, owed, self.call)
 
     def _left(self) -> bool:
         number = self._owner.number
@@ -92,6 +96,11 @@ class Lent(ShmPending):
             peer.forget(message)
             self._owner.box.mark_done(peer.number, channel)
         self._taken, self.parts = [], []
+
+
+def bytes_in(parts: Sequence[Sequence[torch.Tensor]]) -> int:
+    """Of all tensors together."""
+    return sum(tensor.nbytes for some in parts for tensor in some)
 
 
 def in_rounds(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:

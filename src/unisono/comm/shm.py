@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
-import secrets
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
@@ -20,7 +19,19 @@ import torch
 
 from unisono.comm.api import Parts
 from unisono.comm.arena import Arena, flat_bytes
-from unisono.comm.calls import BROADCAST, EXCHANGE, GATHER, LEND, OBJECTS, VERBS, Lent, Outer, ShmPending, in_rounds
+from unisono.comm.calls import (
+    BROADCAST,
+    EXCHANGE,
+    GATHER,
+    LEND,
+    OBJECTS,
+    VERBS,
+    Lent,
+    Outer,
+    ShmPending,
+    bytes_in,
+    in_rounds,
+)
 from unisono.comm.mailbox import CHANNELS, INLINE_BYTES, Mailbox, Message, encode
 from unisono.comm.peer import Peer
 from unisono.errors import CommError
@@ -29,7 +40,7 @@ _OBJECTS_CHANNEL = CHANNELS - 1
 _MOST_INLINE = 64 * 1024  # of one message
 # How to wait, see docs/design/0008: where each rank has a core of its own the answer is often there within
 # microseconds; where it has not, the others need the core to answer at all.
-_SPINS, _YIELDS_S, _SLEEP_S, _MOST_SLEEP_S = 50, 0.002, 20e-6, 0.001
+SPINS, _YIELDS_S, _SLEEP_S, _MOST_SLEEP_S = 50, 0.002, 20e-6, 0.001
 _LOOK_S = 0.1  # between two looks at whether the others live
 
 
@@ -60,7 +71,7 @@ class ShmCollectives:
         self._arrived: dict[tuple[int, int], deque[Message]] = defaultdict(deque)
         self._expected: dict[tuple[int, int], deque[tuple[ShmPending, Taker]]] = defaultdict(deque)
         self._kept: deque[tuple[ShmPending, list[torch.Tensor]]] = deque()  # sent, and perhaps still read
-        self._calls = 0
+        self.flight = outer.flight
         self.bytes_sent = 0
 
     # Verbs
@@ -72,7 +83,7 @@ class ShmCollectives:
         return torch.empty(numel, dtype=dtype, device=device)
 
     def exchange_shards(self, sends: Parts, receives: Parts, channel: int = 0) -> ShmPending:
-        pending = self._begin(EXCHANGE)
+        pending = self._begin(EXCHANGE, bytes_in(sends))
         for peer in self.peers:
             if targets := [part for part in receives[peer.rank] if part.numel()]:
                 self._expect(peer, channel, pending, self._copier(targets, pending))
@@ -80,7 +91,7 @@ class ShmCollectives:
         return pending
 
     def all_gather(self, parts: Parts, channel: int = 0) -> ShmPending:
-        pending = self._begin(GATHER)
+        pending = self._begin(GATHER, bytes_in(parts[self.rank : self.rank + 1]))
         for peer in self.peers:
             if targets := [part for part in parts[peer.rank] if part.numel()]:
                 self._expect(peer, channel, pending, self._copier(targets, pending))
@@ -94,7 +105,7 @@ class ShmCollectives:
         inbox: Callable[[int], torch.Tensor],
         channel: int = 0,
     ) -> Lent:
-        call = self._begin(LEND, Lent)
+        call = self._begin(LEND, bytes_in(sends), Lent)
         assert isinstance(call, Lent)
         call.parts, call._taken = [[torch.empty(0)] * len(own) for own in sizes], []
         call.parts[self.rank] = []
@@ -107,7 +118,7 @@ class ShmCollectives:
 
     def broadcast(self, tensors: Sequence[torch.Tensor], src: int = 0) -> None:
         for part in in_rounds([tensor.detach() for tensor in tensors if tensor.numel()]):
-            pending = self._begin(BROADCAST)
+            pending = self._begin(BROADCAST, bytes_in([part]))
             if src == self.rank:
                 self._post_all(pending, 0, part)
             else:
@@ -115,7 +126,7 @@ class ShmCollectives:
             pending.wait()
 
     def gather_objects(self, value: Any) -> list[Any]:
-        pending, found = self._begin(OBJECTS), {self.rank: value}
+        pending, found = self._begin(OBJECTS, 0), {self.rank: value}
 
         def take(peer: Peer, channel: int, message: Message) -> bool:
             (data,) = self._data(peer, message)
@@ -136,7 +147,9 @@ class ShmCollectives:
         def missing() -> set[int]:
             return {peer.rank for peer in self.peers if peer.box.barriers < count}
 
-        self.until(lambda: all(box.barriers >= count for box in self._boxes), what, missing, must=True)
+        number = self.flight.begin("barrier", 0)
+        self.until(lambda: all(box.barriers >= count for box in self._boxes), what, missing, number, must=True)
+        self.flight.end(number)
 
     def abort(self) -> None:
         self.box.stop()
@@ -151,11 +164,11 @@ class ShmCollectives:
 
     # Sending
 
-    def _begin(self, verb: int, kind: type[ShmPending] = ShmPending) -> ShmPending:
-        self._calls += 1
+    def _begin(self, verb: int, num_bytes: int, kind: type[ShmPending] = ShmPending) -> ShmPending:
+        number = self.flight.begin(VERBS[verb], num_bytes)
         while self._kept and not self._kept[0][0]._left():
             self._kept.popleft()
-        return kind(self, verb, self._calls)
+        return kind(self, verb, number)
 
     def _post(self, pending: ShmPending, channel: int, sends: Sequence[Sequence[torch.Tensor]]) -> None:
         tables: list[Any] = [None] * (len(self.peers) + 1)
@@ -214,7 +227,10 @@ class ShmCollectives:
         header, data = encode(pending.verb, channel, tables, shared)
         if not self.box.room(self._boxes, self.number, header[0]):
             self.until(
-                lambda: self.box.room(self._boxes, self.number, header[0]), pending.what, lambda: set(self._peer)
+                lambda: self.box.room(self._boxes, self.number, header[0]),
+                pending.what,
+                lambda: set(self._peer),
+                pending.call,
             )
         self.box.post(header, data)
         if kept:
@@ -290,13 +306,16 @@ class ShmCollectives:
 
     # Waiting
 
-    def until(self, ready: Callable[[], bool], what: str, missing: Callable[[], set[int]], must: bool = False) -> None:
+    def until(
+        self, ready: Callable[[], bool], what: str, missing: Callable[[], set[int]], call: int, must: bool = False
+    ) -> None:
         """Takes what comes until `ready`.
 
         Args:
             ready: What is waited for.
             what: In which call.
             missing: Who has not come.
+            call: Its number.
             must: Every rank has to call it, says the error.
 
         Raises:
@@ -306,12 +325,16 @@ class ShmCollectives:
         while True:
             self._progress()
             if ready():
+                if started:
+                    self.flight.wait_for(0)
                 return
             looks += 1
             if looks < self._spins:
                 continue
             now = time.monotonic()
-            started = started or now
+            if not started:
+                started = now
+                self.flight.wait_for(call)
             if now - started < _YIELDS_S:
                 os.sched_yield()
                 continue
@@ -343,45 +366,3 @@ class ShmCollectives:
         raise CommError(
             said + self.outer.news(what, wait_s=0.0 if must and not bad else 2.0) + ". Every rank must call it" * must
         )
-
-
-def connect(outer: Outer, spin: bool, host: Sequence[int] | None = None) -> ShmCollectives | str:
-    """Lets the ranks of each host see each other's memory. Collective.
-
-    Args:
-        outer: All ranks.
-        spin: Each has a core of its own.
-        host: Those of this rank's host; default: all.
-
-    Returns:
-        The host's ranks, or why it cannot be: on all of them.
-    """
-    host, token = host or range(outer.world_size), secrets.randbits(62)
-    own: tuple[int, Mailbox] | None = None
-    peers: list[Peer] = []
-    word: tuple[int, int, int] | str
-    try:
-        own = Mailbox.make(len(host))
-        own[1].sign(token)
-        word = os.getpid(), own[0], token
-    except (OSError, AttributeError) as error:  # not Linux
-        word = f"rank {outer.rank} has no shared memory: {error}"
-    words = outer.gather_objects(word)
-    reason = next((said for said in words if isinstance(said, str)), "")
-    if not reason:
-        try:
-            for number, rank in enumerate(host):
-                if rank != outer.rank:
-                    pid, file, theirs = words[rank]
-                    box = Mailbox.see(pid, file, len(host), theirs)
-                    peers.append(Peer(rank, number, pid, box, os.pidfd_open(pid)))
-        except OSError as error:
-            reason = f"rank {outer.rank} cannot see the memory of the others: {error.strerror or error}"
-        reason = next((said for said in outer.gather_objects(reason) if said), "")
-    if own is not None:
-        os.close(own[0])  # all have it mapped
-    if reason or own is None:
-        for peer in peers:
-            os.close(peer.alive)
-        return reason
-    return ShmCollectives(outer, own[1], list(host).index(outer.rank), peers, _SPINS if spin else 1)

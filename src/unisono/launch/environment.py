@@ -152,6 +152,13 @@ def _integer(env: Mapping[str, str], name: str) -> int:
         raise InputError(f"the environment sets {name}={env[name]!r}, which is no integer") from None
 
 
+def tuning() -> dict[str, str]:
+    """Variables that other programs' documentation tells people to set, and that change what a run does or costs."""
+    found = {"OMP_NUM_THREADS", "MKL_NUM_THREADS", "LD_PRELOAD", "GLIBC_TUNABLES", "CUDA_VISIBLE_DEVICES"}
+    starts = ("MALLOC_", "GLOO_", "NCCL_", "KMP_", "ATEN_", "TORCH_")
+    return {name: value for name, value in sorted(os.environ.items()) if name in found or name.startswith(starts)}
+
+
 def usable_cores() -> int:
     """Cores this process may run on: an affinity mask or a container's cpuset counts, the machine's total does not."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -69,14 +69,27 @@ class Hosts:
 
 def interface_of(address: str) -> str | None:
     """The name of the network interface that has an IPv4 address; None where that cannot be said."""
+    return next((name for name, its in addresses() if its == address), None)
+
+
+def addresses() -> list[tuple[str, str]]:
+    """Returns network interfaces with their IPv4 addresses; none where that cannot be said."""
     if sys.platform != "linux":
-        return None
+        return []
     import fcntl
 
+    found = []
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             with contextlib.suppress(OSError):
-                found = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-                if socket.inet_ntoa(found[20:24]) == address:
-                    return name
-    return None
+                said = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+                found.append((name, socket.inet_ntoa(said[20:24])))
+    return found
+
+
+def free_port() -> int:
+    """A port of this host that nobody has at the moment."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port

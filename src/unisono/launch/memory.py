@@ -22,15 +22,23 @@ def shared_memory_folder() -> Iterator[Path | None]:
     if not (_MEMORY.is_dir() and os.access(_MEMORY, os.W_OK)):
         yield None
         return
-    for folder in _MEMORY.glob(f"{_PREFIX}*"):
-        pid, _, started = folder.name.removeprefix(_PREFIX).partition("-")
-        if pid.isdigit() and started and started != _started(int(pid)):
-            shutil.rmtree(folder, ignore_errors=True)
+    for folder in left_behind():
+        shutil.rmtree(folder, ignore_errors=True)
     folder = _MEMORY / f"{_PREFIX}{os.getpid()}-{_started(os.getpid())}"
     try:
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def left_behind() -> list[Path]:
+    """Returns the folders of launchers that were killed."""
+    found = []
+    for folder in _MEMORY.glob(f"{_PREFIX}*"):
+        pid, _, started = folder.name.removeprefix(_PREFIX).partition("-")
+        if pid.isdigit() and started and started != _started(int(pid)):
+            found.append(folder)
+    return found
 
 
 def _started(pid: int) -> str | None:

@@ -42,7 +42,9 @@ def _slurm(env: Mapping[str, str]) -> Task | None:
         return None
     job = f"{env.get('SLURM_JOB_ID', '0')}-{env['SLURM_STEP_ID']}"
     here = _tasks_here(env.get("SLURM_STEP_TASKS_PER_NODE", ""), int(env.get("SLURM_NODEID", "0")))
-    address = env.get("MASTER_ADDR") or first_host(env.get("SLURM_STEP_NODELIST") or env.get("SLURM_NODELIST", ""))
+    hosts = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_NODELIST", "")
+    alone = here == env["SLURM_STEP_NUM_TASKS"]  # a host's name need not mean anything to the host itself
+    address = env.get("MASTER_ADDR") or ("127.0.0.1" if alone else first_host(hosts))
     return _task(
         env,
         "slurm",

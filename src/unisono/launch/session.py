@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 
 import torch
@@ -13,8 +13,10 @@ from torch.distributed import PrefixStore, Store, rendezvous  # type: ignore[att
 from unisono.comm.api import Collectives
 from unisono.comm.both import TwoLevelCollectives
 from unisono.comm.c10d import C10dCollectives
+from unisono.comm.connect import connect
+from unisono.comm.flight import FlightRecord
 from unisono.comm.local import LocalCollectives
-from unisono.comm.shm import ShmCollectives, connect
+from unisono.comm.shm import ShmCollectives
 from unisono.errors import CommError
 from unisono.launch.environment import Place, usable_cores
 from unisono.launch.meeting import meet
@@ -32,6 +34,7 @@ class Session:
         comm: The ranks.
         store: The job's key-value store; None alone.
         timeout_s: Longest wait for a peer.
+        flight: What this rank does with the others.
         fallback: Why ranks of one host do not share memory; empty where they do, or are not to.
     """
 
@@ -40,6 +43,7 @@ class Session:
     comm: Collectives
     store: Store | None
     timeout_s: float
+    flight: FlightRecord = field(default_factory=FlightRecord)
     fallback: str = ""
     _owns_group: bool = False
 
@@ -63,6 +67,7 @@ class Session:
                 dist.destroy_process_group()
             if isinstance(self.comm, ShmCollectives | TwoLevelCollectives):
                 self.comm.close()
+            self.flight.close()
 
 
 def pick_device(local_rank: int) -> torch.device:
@@ -88,12 +93,13 @@ def open_session(place: Place, *, threads: int, timeout_s: float, transport: str
     if device.type != "cpu":
         # Bits that a kernel's scheduling decides are no one's recipe; a kernel without a fixed form warns.
         torch.use_deterministic_algorithms(True, warn_only=True)
+    flight = FlightRecord(place.rank, place.world_size)
     if place.world_size == 1 and not dist.is_initialized():
-        return Session(place, device, LocalCollectives(), None, timeout_s)
+        return Session(place, device, LocalCollectives(), None, timeout_s, flight)
     if dist.is_initialized():  # the user's own group; it stays theirs
         store = dist.distributed_c10d._get_default_store()
-        comm, fallback = _nearest(place, device, C10dCollectives(store, timeout_s), threads, transport)
-        return Session(place, device, comm, store, timeout_s, fallback)
+        comm, fallback = _nearest(place, device, C10dCollectives(store, timeout_s, flight), threads, transport)
+        return Session(place, device, comm, store, timeout_s, flight, fallback)
     timeout = timedelta(seconds=timeout_s)
     backend = dist.get_default_backend_for_device(device)
     if device.type != "cpu":
@@ -111,8 +117,8 @@ def open_session(place: Place, *, threads: int, timeout_s: float, transport: str
             f"rank {place.rank} could not meet the other {place.world_size - 1} within {timeout_s:g} s: "
             f"{str(error).splitlines()[0]}"
         ) from error
-    comm, fallback = _nearest(place, device, C10dCollectives(store, timeout_s), threads, transport)
-    return Session(place, device, comm, store, timeout_s, fallback, _owns_group=True)
+    comm, fallback = _nearest(place, device, C10dCollectives(store, timeout_s, flight), threads, transport)
+    return Session(place, device, comm, store, timeout_s, flight, fallback, _owns_group=True)
 
 
 def _nearest(

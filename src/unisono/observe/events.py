@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
@@ -19,6 +19,7 @@ class StepOutcome:
         lr: Of the first optimizer, as used in this step.
         values: Means of the logged values.
         times: Resolves to this rank's times.
+        loads: Of each rank, seconds a micro-batch: waited for data, and computed.
     """
 
     step: int
@@ -28,6 +29,7 @@ class StepOutcome:
     lr: float
     values: dict[str, float]
     times: Callable[[], dict[str, float]]
+    loads: Sequence[tuple[float, float]] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +45,8 @@ class StepRecord:
         grad_norm: L2 norm of the whole gradient before clipping.
         times: step_s, data_s, forward_s, backward_s, reduce_s, optimizer_s on rank 0, in seconds.
         samples_per_s: Of the whole job.
+        slowest_rank: Whose own work (data, forward, backward) took longest a micro-batch.
+        imbalance: Its time over the mean of all: 1.0 is even.
         values: Further logged values, averaged like the loss.
     """
 
@@ -54,6 +58,8 @@ class StepRecord:
     grad_norm: float | None
     times: dict[str, float]
     samples_per_s: float
+    slowest_rank: int = 0
+    imbalance: float = 1.0
     values: dict[str, float] = field(default_factory=dict)
 
     def flat(self) -> dict[str, Any]:

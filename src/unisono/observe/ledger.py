@@ -6,6 +6,7 @@ import time
 from typing import Any
 
 from unisono.observe.events import EvalRecord, Sink, StepOutcome, StepRecord
+from unisono.observe.stragglers import uneven
 
 
 class Ledger:
@@ -41,6 +42,7 @@ class Ledger:
 
     def _record(self, outcome: StepOutcome) -> StepRecord:
         times, values = outcome.times(), dict(outcome.values)
+        slowest, imbalance = uneven(outcome.loads)
         return StepRecord(
             step=outcome.step,
             epoch=outcome.epoch,
@@ -50,6 +52,8 @@ class Ledger:
             grad_norm=None if outcome.grad_norm is None else outcome.grad_norm(),
             times=times,
             samples_per_s=outcome.num_samples / times["step_s"],
+            slowest_rank=slowest,
+            imbalance=imbalance,
             values=values,
         )
 

@@ -33,6 +33,7 @@ class PhaseTimer:
         self._host = dict.fromkeys(PHASES, 0.0)
         self._spans: list[tuple[str, torch.Event, torch.Event]] = []
         self._step_started: float | None = None
+        self._last: dict[str, float] = {}
 
     def enter(self, phase: str | None) -> None:
         """Ends the present phase and starts another; None is time that belongs to nobody."""
@@ -63,6 +64,14 @@ class PhaseTimer:
             else:
                 self._step_started = None
 
+    def own_work(self) -> tuple[float, float]:
+        """What this rank has done by itself in the present step: waited for data, and computed.
+
+        Units: seconds. On an accelerator the second is that of the last step whose times were read.
+        """
+        own = self._last if self._events else self._host
+        return self._host["data"], own.get("forward", 0.0) + own.get("backward", 0.0)
+
     def take(self) -> Callable[[], dict[str, float]]:
         """Ends a step; the function it returns gives {"step_s", "data_s", ...}.
 
@@ -77,6 +86,7 @@ class PhaseTimer:
             for phase, start, stop in spans:
                 stop.synchronize()
                 host[phase] += start.elapsed_time(stop) / 1e3
+            self._last = host
             return {"step_s": step_s, **{f"{phase}_s": seconds for phase, seconds in host.items()}}
 
         return resolve

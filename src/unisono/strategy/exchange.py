@@ -124,6 +124,7 @@ class Exchange:
     def _mine(self, units: Sequence[Unit], ending: Ending) -> RankStep:
         names, values = self._outcomes.tell() if ending.last or self._outcomes.lag else (0, [])
         stepped = [any(unit is other for other in units) for unit in self._units]
+        data_s, compute_s = self._timer.own_work()
         return RankStep(
             step=ending.step,
             names=names,
@@ -134,6 +135,8 @@ class Exchange:
             outside=ending.buffers.outside,
             resend=any(unit.strategy.must_resend for unit in units),
             began=any(unit.strategy.began for unit, there in zip(self._units, stepped, strict=True) if not there),
+            data_s=data_s,
+            compute_s=compute_s,
             scales=[unit.scales[: len(ending.plan.blocks[self.comm.rank])] for unit in self._units],
             values=values,
             present=[unit.strategy.presence() for unit in self._units],

@@ -34,6 +34,8 @@ class RankStep:
         outside: Checksum of buffers that were changed between steps; must agree.
         quiet_changed: Micro-batch 0 changed a buffer that is not known to change.
         scales: For each optimizer, a scale (weight / micro-batch size) for each micro-batch of the rank's block.
+        data_s: Seconds that this rank has waited for its data in the step.
+        compute_s: Seconds of its forwards and backwards.
         values: Logged values of each micro-batch, in name order, NaN where there is none.
         present: For each optimizer, which of its parameters got a gradient.
     """
@@ -48,6 +50,8 @@ class RankStep:
     began: bool = False
     outside: int = 0
     scales: list[list[float]] = field(default_factory=list)
+    data_s: float = 0.0
+    compute_s: float = 0.0
     values: list[list[float]] = field(default_factory=list)
     present: list[list[bool]] = field(default_factory=list)
 
@@ -68,7 +72,7 @@ class ExtrasExchange:
         self._num_scales = len(self._unit_sizes) * max_block
         # Packed by one call each way: numpy's records took 85 us a step, which a small model would notice.
         numbers = self._num_scales + max_block * MAX_VALUES
-        self._format = struct.Struct(f"<5q{numbers}d{sum(self._unit_sizes)}?")
+        self._format = struct.Struct(f"<5q2d{numbers}d{sum(self._unit_sizes)}?")
         self._memory = torch.zeros((comm.world_size, self._format.size), dtype=torch.uint8)
         self._rows = [row.numpy() for row in self._memory]
 
@@ -80,7 +84,7 @@ class ExtrasExchange:
         rows = [value for row in mine.values for value in _padded(row, MAX_VALUES, math.nan)]
         values = _padded(rows, self._max_block * MAX_VALUES, math.nan)
         present = [there for own in mine.present for there in own]
-        header = (mine.step, mine.names, mine.units, flags, mine.outside)
+        header = (mine.step, mine.names, mine.units, flags, mine.outside, mine.data_s, mine.compute_s)
         self._format.pack_into(self._rows[self.comm.rank], 0, *header, *scales, *values, *present)
         return self.comm.all_gather([[self._memory[rank]] for rank in range(self.comm.world_size)], channel=EXTRAS)
 
@@ -102,7 +106,7 @@ class ExtrasExchange:
         return found
 
     def _decode(self, memory: Any, count: int) -> RankStep:
-        step, names, units, flags, outside, *rest = self._format.unpack_from(memory)
+        step, names, units, flags, outside, data_s, compute_s, *rest = self._format.unpack_from(memory)
         values = self._num_scales
         present = values + self._max_block * MAX_VALUES
         starts = list(accumulate(self._unit_sizes, initial=present))
@@ -116,10 +120,18 @@ class ExtrasExchange:
             resend=bool(flags & _RESEND),
             began=bool(flags & _BEGAN),
             outside=outside,
+            data_s=data_s,
+            compute_s=compute_s,
             scales=[rest[start : start + count] for start in range(0, values, self._max_block)],
             values=[rest[start : start + MAX_VALUES] for start in range(values, present, MAX_VALUES)],
             present=[rest[start:stop] for start, stop in pairwise(starts)],
         )
+
+
+def loads(ranks: Sequence[RankStep]) -> list[tuple[float, float]]:
+    """Returns seconds a micro-batch of each rank: waited for data, and computed."""
+    counts = [max((len(own) for own in rank.scales), default=0) or 1 for rank in ranks]
+    return [(rank.data_s / count, rank.compute_s / count) for rank, count in zip(ranks, counts, strict=True)]
 
 
 def _padded(values: list[float], length: int, filling: float) -> list[float]:

@@ -27,7 +27,7 @@ from unisono.strategy.backward import backward
 from unisono.strategy.base import StepPlan
 from unisono.strategy.buffers import ModelBuffers
 from unisono.strategy.exchange import Ending, Exchange
-from unisono.strategy.extras import RankStep
+from unisono.strategy.extras import RankStep, loads
 from unisono.strategy.loss_scale import LossScale
 from unisono.strategy.outcomes import Outcomes
 from unisono.strategy.parity import Watch, check_alike, check_stepped, check_taken, is_due, unprepared
@@ -372,14 +372,14 @@ class Stepper:
             check_alike(self.comm, self._models, self.step)
         step, epoch, times, size = self.step, self.epoch, self.timer.take(), self._schedule.step_size(self.micro.step)
         norm = None if self._exchange.norm is None else read_later(self._exchange.norm)
-        lr, scaling = self._exchange.lr, {}
+        lr, scaling, own = self._exchange.lr, {}, loads(ranks)
         if self.loss_scale is not None:
             scaling["loss_scale"] = self.loss_scale.value
             self.loss_scale.end_step(self._exchange.finite)
 
         def outcome(values: dict[str, float]) -> StepOutcome:
             grad_norm = None if norm is None else lambda: float(norm())
-            return StepOutcome(step, epoch, size, grad_norm, lr, {**values, **scaling}, times)
+            return StepOutcome(step, epoch, size, grad_norm, lr, {**values, **scaling}, times, own)
 
         self._outcomes.end_step([len(block) for block in self._plan.blocks], ranks, outcome)
 
