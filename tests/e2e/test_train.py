@@ -89,7 +89,7 @@ def test_the_records(alone: tuple[Done, Path]) -> None:
     lines = [json.loads(line) for line in (folder_of(alone) / "metrics.jsonl").read_text().splitlines()]
     trained = [line for line in lines if "event" not in line]
     judged = [line for line in lines if line.get("event") == "eval"]
-    keys = {"step", "epoch", "samples", "loss", "lr", "grad_norm", "samples_per_s"}
+    keys = {"step", "epoch", "samples", "loss", "lr", "grad_norm", "samples_per_s", "slowest_rank", "imbalance"}
     keys |= {f"{phase}_s" for phase in ("step", "data", "forward", "backward", "reduce", "optimizer")}
     assert all(line.keys() == keys for line in trained)
     assert [line["step"] for line in trained] == list(range(1, 41))

@@ -60,7 +60,14 @@ def rows(done: Done) -> list[str]:
     return [line for line in done.err.splitlines() if re.match(r"rank \d+  .* for .* s; step", line)]
 
 
-@pytest.mark.parametrize(("nproc", "transport"), [(2, "auto"), (3, "auto"), (2, "gloo"), (3, "gloo")])
+@pytest.mark.parametrize(
+    ("nproc", "transport"),
+    [
+        (2, "auto"),
+        (3, "gloo"),
+        *[pytest.param(*more, marks=pytest.mark.slow) for more in ((3, "auto"), (4, "auto"), (2, "gloo"), (4, "gloo"))],
+    ],
+)
 def test_a_rank_that_hangs_in_its_own_code_is_named_with_the_line(cwd: Path, nproc: int, transport: str) -> None:
     done = run(command(nproc, "hang", transport), cwd)
     assert done.code == 1

@@ -55,6 +55,8 @@ def test_a_record_is_a_line_with_the_documented_fields(tmp_path: Path) -> None:
         "reduce_s": 0.5,
         "optimizer_s": 0.5,
         "samples_per_s": 16.0,
+        "slowest_rank": 0,
+        "imbalance": 1.0,
         "accuracy": 0.5,
     }
     sink.record(EvalRecord(step=1, epoch=0, metrics={"accuracy": 0.75, "größe": 1.0}, eval_s=0.1))

@@ -75,7 +75,9 @@ def look(run_dir: Path, *, ask: bool = True, killed: Collection[int] | None = No
     now = min((flight.closed_s for flight in flights if flight.failed and flight.closed_s), default=time.time())
     waited = min((flight.since_s for flight in flights if flight.waits_in), default=now)
     rows = [_row(flight, folder, now, waited, killed) for flight in flights]
-    return Hang(sorted(rows, key=lambda row: (not _odd(row, rows), row.rank)), _cause(rows, flights[0].world_size))
+    places = Counter((row.state, row.where) for row in rows)
+    rows.sort(key=lambda row: (_follows(row), places[row.state, row.where], row.rank))
+    return Hang(rows, _cause(rows, flights[0].world_size))
 
 
 def _row(flight: Flight, folder: Path, now: float, waited: float, killed: Collection[int] | None) -> Row:
@@ -124,15 +126,11 @@ def _stack(file: Path) -> list[str]:
     return [frame for frame in frames if not frame.startswith('"<frozen ')]
 
 
-def _odd(row: Row, rows: list[Row]) -> bool:
-    """Whether a rank is not where most are."""
-    common = Counter((one.state, one.where) for one in rows).most_common(1)[0]
-    return (
-        (row.state == "failed" and not row.consequence)
-        or row.state == "gone"
-        or (row.state, row.where) != common[0]
-        or common[1] == 1
-    )
+def _follows(row: Row) -> int:
+    """How likely it is that a rank is only a consequence of others."""
+    if row.state == "gone" or (row.state == "failed" and not row.consequence):
+        return 0
+    return 2 if row.state in ("waits", "failed") else 1
 
 
 def _cause(rows: list[Row], world_size: int) -> str:

@@ -108,7 +108,7 @@ def main() -> None:
     session.close()
     if comm.rank == 0:
         by = "shm" if comm.shares_memory else "gloo"
-        print(json.dumps({"by": by, "large_s": seconds[0], "small_s": seconds[1]}))
+        sys.stdout.write(json.dumps({"by": by, "large_s": seconds[0], "small_s": seconds[1]}))
 
 
 if __name__ == "__main__":
