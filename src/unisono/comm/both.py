@@ -1,21 +1,24 @@
 """Collectives of several hosts' ranks: through shared memory inside a host, over a process group between hosts.
 
 Each message goes the shorter way by itself. Who adds what to what does not change, so neither do the bits. What all
-need (`broadcast`) crosses to each host once.
+need (`broadcast`, `all_gather`) crosses to each host once, and is passed on inside of it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
 from unisono.comm.api import CopiedLoan, Loan, Parts, Pending
 from unisono.comm.c10d import C10dCollectives
+from unisono.comm.mailbox import CHANNELS
 from unisono.comm.shm import ShmCollectives
 
 _BROADCAST = 500_000  # a channel of the process group
+_PASSED_ON = CHANNELS - 2  # a channel inside of a host
 
 
 class _BothPending:
@@ -25,6 +28,20 @@ class _BothPending:
     def wait(self) -> None:
         for part in self._parts:
             part.wait()
+
+
+class _Forwarded:
+    """What crosses to each host once, and is passed on inside of it by the rank that received it."""
+
+    def __init__(self, near: Pending, far: Pending, pass_on: Callable[[], Pending]) -> None:
+        self._near, self._far, self._pass_on = near, far, pass_on
+        self._inside: Pending | None = None
+
+    def wait(self) -> None:
+        self._far.wait()
+        self._inside = self._inside or self._pass_on()
+        self._near.wait()
+        self._inside.wait()
 
 
 class _BothLoan:
@@ -58,8 +75,12 @@ class TwoLevelCollectives:
     def __init__(self, inner: ShmCollectives, outer: C10dCollectives, hosts: Sequence[Sequence[int]]) -> None:
         self.inner, self.outer, self.hosts = inner, outer, [list(host) for host in hosts]
         self.rank, self.world_size, self.timeout_s = outer.rank, outer.world_size, outer.timeout_s
-        own = next(host for host in self.hosts if self.rank in host)
-        self._near = [rank in own for rank in range(self.world_size)]
+        self._own = next(host for host in self.hosts if self.rank in host)
+        self._near = [rank in self._own for rank in range(self.world_size)]
+        # Who of this host receives, from another one's rank, what all of this host need.
+        self._receiver = {
+            rank: self._own[number % len(self._own)] for host in self.hosts for number, rank in enumerate(host)
+        }
 
     def _far(self, parts: Parts) -> list[Sequence[torch.Tensor]]:
         return [[] if near else part for near, part in zip(self._near, parts, strict=True)]
@@ -84,10 +105,25 @@ class TwoLevelCollectives:
         exchange = self.outer.exchange_shards
         return _BothLoan(near, CopiedLoan(exchange, self.rank, self._far(sends), far, inbox, channel))
 
-    def all_gather(self, parts: Parts, channel: int = 0) -> _BothPending:
-        near = self.inner.all_gather(parts, channel)
-        sends = self._far([parts[self.rank]] * self.world_size)
-        return _BothPending(near, self.outer.exchange_shards(sends, self._far(parts), channel))
+    def all_gather(self, parts: Parts, channel: int = 0) -> Pending:
+        number, ranks = self._own.index(self.rank), range(self.world_size)
+        counterparts = [host[number % len(host)] for host in self.hosts if self.rank not in host]
+        far = self.outer.exchange_shards(
+            [parts[self.rank] if rank in counterparts else [] for rank in ranks],
+            [[] if self._near[rank] or self._receiver[rank] != self.rank else parts[rank] for rank in ranks],
+            channel,
+        )
+        return _Forwarded(self.inner.all_gather(parts, channel), far, partial(self._pass_on, parts))
+
+    def _pass_on(self, parts: Parts) -> Pending:
+        """Gives the host's others what this rank has received for them, and takes what they have."""
+        received: dict[int, list[torch.Tensor]] = {rank: [] for rank in self._own}
+        for rank in range(self.world_size):
+            if not self._near[rank]:
+                received[self._receiver[rank]] += parts[rank]
+        sends = [received[self.rank] if near else [] for near in self._near]
+        receives = [received.get(rank, []) for rank in range(self.world_size)]
+        return self.inner.exchange_shards(sends, receives, _PASSED_ON)
 
     def broadcast(self, tensors: Sequence[torch.Tensor], src: int = 0) -> None:
         # To the first rank of each other host, which passes it on.
@@ -101,8 +137,7 @@ class TwoLevelCollectives:
         elif self.rank in firsts:
             receives = [flat if rank == src else [] for rank in range(self.world_size)]
             self.outer.exchange_shards(nothing, receives, _BROADCAST).wait()
-        own = next(host for host in self.hosts if self.rank in host)
-        self.inner.broadcast(flat, src if src in own else own[0])
+        self.inner.broadcast(flat, src if src in self._own else self._own[0])
 
     def gather_objects(self, value: Any) -> list[Any]:
         return self.outer.gather_objects(value)

@@ -1,6 +1,6 @@
 """Flight record: the last calls of a rank, where others can read them when it hangs, and after it has died.
 
-A small file that is mapped into memory: to note a call is to write some bytes (about a microsecond), nothing is done
+A small file that is mapped into memory: to note a call is to write some bytes (2 us), nothing is done
 for readers, and what was written stays when the process is killed.
 """
 
