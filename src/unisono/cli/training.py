@@ -56,9 +56,14 @@ def start(asked: Mapping[str, Any], given: Mapping[str, Any], *, as_json: bool, 
     if began.get("code_sha256", loaded.code_sha256) != loaded.code_sha256:
         print(f"unisono: the code of {job.source} has changed since the run began", file=sys.stderr)
     crew, place = Crew.of(given), detect()
+    if crew.hosts is not None and place.origin in ("slurm", "mpi"):
+        place = Place()  # one task a host, and this launcher in each
     inside = place.world_size > 1  # this process is a rank: srun, mpirun or torchrun has started it
     if inside and {"nproc", "nnodes", "rdzv"} & given.keys():
-        raise InputError(f"{place.origin} has started {place.world_size} processes: leave out --nproc and --nnodes")
+        raise InputError(
+            f"{place.origin} has started {place.world_size} processes: leave out --nproc and --nnodes, or start one "
+            "task a host and give --rdzv too"
+        )
     wanted = place.world_size if inside else crew.nproc or min(devices(), recipe.full_num_micro)
     how, nproc = shared(job.how.with_flags(given), wanted, crew.hosts)
     job = replace(job, how=how)
