@@ -54,11 +54,11 @@ def _bar(row: Row, y: int, scale: float) -> list[str]:
     color = _OURS if row.system.startswith("unisono") else _PLAIN if row.system == "plain" else _OTHERS
     length, low, high = (min(value * scale, _WIDTH) for value in (row.ratio_to_plain, *row.spread))
     cut = " ..." if row.ratio_to_plain * scale > _WIDTH else ""
-    middle = y - _BAR / 2 + 3
+    middle, milliseconds = y - _BAR / 2 + 3, 1e3 * row.step_s
+    time = f"{milliseconds:,.0f}" if milliseconds >= 100 else f"{milliseconds:.3g}"
     return [
         f'<text x="{_LEFT - 8}" y="{y}" text-anchor="end">{escape(row.system)}</text>',
         f'<rect x="{_LEFT}" y="{y - _BAR + 3}" width="{length:.1f}" height="{_BAR}" fill="{color}"/>',
         f'<line x1="{_LEFT + low:.1f}" x2="{_LEFT + high:.1f}" y1="{middle}" y2="{middle}" stroke="black"/>',
-        f'<text x="{_LEFT + max(length, high) + 6:.1f}" y="{y}">{row.ratio_to_plain:.2f}{cut}'
-        f"  ({1e3 * row.step_s:.3g} ms)</text>",
+        f'<text x="{_LEFT + max(length, high) + 6:.1f}" y="{y}">{row.ratio_to_plain:.2f}{cut}  ({time} ms)</text>',
     ]
