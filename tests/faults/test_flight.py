@@ -77,7 +77,7 @@ def test_a_rank_that_hangs_in_its_own_code_is_named_with_the_line(cwd: Path, npr
     assert len(rows(done)) == nproc
 
 
-@pytest.mark.parametrize(("nproc", "transport"), [(2, "auto"), (3, "gloo")])
+@pytest.mark.parametrize(("nproc", "transport"), [(2, "auto"), pytest.param(3, "gloo", marks=pytest.mark.slow)])
 def test_a_rank_that_is_killed_is_named(cwd: Path, nproc: int, transport: str) -> None:
     done = run(command(nproc, "kill", transport), cwd)
     assert done.code == 1
@@ -95,7 +95,7 @@ def test_a_rank_that_says_why_it_ends_needs_no_table(cwd: Path) -> None:
     assert "rank 1 raised" in found["cause"]
 
 
-@pytest.mark.parametrize("transport", ["auto", "gloo"])
+@pytest.mark.parametrize("transport", ["auto", pytest.param("gloo", marks=pytest.mark.slow)])
 def test_ranks_whose_loops_differ_are_named(cwd: Path, transport: str) -> None:
     done = run(command(2, "barrier", transport), cwd)
     assert done.code == 1
