@@ -73,7 +73,7 @@ class Slow(torch.utils.data.Dataset[Any]):
     """Rank 1's data come from far away."""
 
     def __len__(self) -> int:
-        return 300
+        return 900
 
     def __getitem__(self, index: int) -> Any:
         time.sleep(0.002 if detect().rank == 1 else 0.0)

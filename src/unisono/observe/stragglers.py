@@ -8,8 +8,8 @@ from statistics import median
 
 Load = tuple[float, float]
 
-WINDOW = 20  # steps
-SLOWER = 1.25  # times the others' median, in nearly all steps of the window
+WINDOW = 50  # steps
+SLOWER = 1.5  # times the others' median, in nearly all steps of the window
 _NEARLY_ALL = 0.8
 _LEAST_S = 1e-3  # a micro-batch: below, it is the clock and the system's scheduler that one would name
 
